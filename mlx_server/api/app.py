@@ -12,19 +12,19 @@ from mlx_server.api.answers.chat_plan import ChatPlanner
 from mlx_server.api.answers.generation_service import GenerationService
 from mlx_server.api.answers.images import ImageLoader
 from mlx_server.api.anthropic import messages
+from mlx_server.api.auth.access import AccessMiddleware
 from mlx_server.api.auth.fleet_quotas import FleetQuotas
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import OpenAIError, error_responses, install_error_handlers
-from mlx_server.api.http.access import AccessMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
 from mlx_server.api.ollama import models as ollama_models
 from mlx_server.api.openai import chat, completions, models, tokenization, vectors
 from mlx_server.api.openai.responses import routes as responses
-from mlx_server.api.shared_store import open_store
+from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
 from mlx_server.environment import version
 from mlx_server.observability.tracing import Tracing, open_tracing
@@ -62,7 +62,7 @@ def create_app(
     store. Raises `ConfigError` for keys that cannot be read.
     """
     keys = KeyRing(config)
-    store = open_store(config.fleet, now_ms)
+    store = None if config.fleet.shared_store is None else SharedStore(config.fleet.shared_store, now_ms)
     quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
     text_workers = TextWorkers(config.scheduler.max_num_waiting)
     app = FastAPI(title="mlx-serve", version=version(), responses=error_responses(OpenAIError))

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
 
@@ -38,35 +39,36 @@ _MAX_PARAM_CHARS = 200
 _MAX_SHOWN_CHARS = 40
 
 
-class ClientDisconnectedError(Exception):
-    """The client has left and reads no answer."""
-
-
 class NotFoundError(errors.ServeError):
     """The thing that a path names is not kept here, or no longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    status: int
-    type: str
-    is_permanent: bool = True
-
-
-_TABLE: Mapping[type[Exception], _Row] = {
-    errors.InvalidRequestError: _Row(400, "BadRequestError"),
-    errors.ModelNotFoundError: _Row(404, "NotFoundError"),
-    NotFoundError: _Row(404, "NotFoundError"),
-    errors.AuthenticationError: _Row(401, "AuthenticationError"),
-    errors.PermissionDeniedError: _Row(403, "PermissionDeniedError"),
-    errors.UnsupportedError: _Row(501, "NotImplementedError"),
-    errors.QuotaExceededError: _Row(429, "RateLimitError", is_permanent=False),
-    errors.OverloadedError: _Row(503, "ServiceUnavailableError", is_permanent=False),
-    errors.EngineDeadError: _Row(503, "ServiceUnavailableError", is_permanent=False),
-    errors.InsufficientMemoryError: _Row(507, "InsufficientStorageError"),
-    errors.ServeError: _Row(500, "InternalServerError"),
+_STATUSES: Mapping[type[Exception], int] = {
+    errors.InvalidRequestError: 400,
+    errors.ModelNotFoundError: 404,
+    NotFoundError: 404,
+    errors.AuthenticationError: 401,
+    errors.PermissionDeniedError: 403,
+    errors.UnsupportedError: 501,
+    errors.QuotaExceededError: 429,
+    errors.OverloadedError: 503,
+    errors.EngineDeadError: 503,
+    errors.InsufficientMemoryError: 507,
+    errors.ServeError: 500,
 }
-
+_TYPES: Mapping[int, str] = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    507: "InsufficientStorageError",
+}
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -83,13 +85,13 @@ class ErrorInfo:
     """An error for HTTP, before it takes a protocol's form."""
 
     status: int
-    type: str
     message: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def openai_body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status}}
+        kind = _TYPES.get(self.status, "HTTPError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def anthropic_body(self) -> dict[str, Any]:
         fallback = "invalid_request_error" if self.status < 500 else "api_error"
@@ -116,19 +118,19 @@ def _cut(text: str, most: int) -> str:
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Looks `error` up in the table. Other errors than `ServeError` are the server's fault: a 500 without details."""
+    """Looks `error` up in `_STATUSES`. Other errors than `ServeError` are the server's fault: a 500 without details."""
     if not isinstance(error, errors.ServeError):
-        return ErrorInfo(500, "InternalServerError", "Internal server error; the server's log has the details.")
-    row = next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
-    headers = {"x-should-retry": "false"} if row.is_permanent else {}
+        return ErrorInfo(500, "Internal server error; the server's log has the details.")
+    status = next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+    headers = {} if status in (429, 503) else {"x-should-retry": "false"}
     if isinstance(error, errors.OverloadedError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    if row.status == 401:
+    if status == 401:
         headers["www-authenticate"] = "Bearer"
     param = "model" if isinstance(error, errors.ModelNotFoundError) else None
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
         param = _cut(error.param, _MAX_PARAM_CHARS)
-    return ErrorInfo(row.status, row.type, _cut(error.message, _MAX_ERROR_CHARS), param, headers)
+    return ErrorInfo(status, _cut(error.message, _MAX_ERROR_CHARS), param, headers)
 
 
 _BODY_WORDS = {
@@ -226,15 +228,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(errors.ServeError, on_serve_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(ClientDisconnectedError, on_gone)
-
-
-_HTTP_TYPES = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "RequestTooLargeError",
-}
+    app.add_exception_handler(ClientDisconnect, on_gone)
 
 
 def _remedy(request: Request) -> str:
@@ -257,6 +251,5 @@ def _http_info(error: HTTPException, request: Request) -> ErrorInfo:
         message = f"{message}: {request.url.path} takes {error.headers['Allow']}, not {request.method}."
     elif error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path} is not served here{_remedy(request)}"
-    kind = _HTTP_TYPES.get(error.status_code, "HTTPError")
     headers = {"x-should-retry": "false", **(error.headers or {})}
-    return ErrorInfo(error.status_code, kind, _cut(message, _MAX_ERROR_CHARS), None, headers)
+    return ErrorInfo(error.status_code, _cut(message, _MAX_ERROR_CHARS), None, headers)

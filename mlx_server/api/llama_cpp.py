@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
-from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent, OutputParser, Parts, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo
@@ -144,9 +144,11 @@ class LinesParser(OutputParser):
 class InfillWriter(Writer):
     """llama.cpp's answer: `content`, and counts, times and settings with the last piece."""
 
-    def __init__(self, exchange: Exchange, body: InfillRequest, sampling: SamplingParams, prompt: Prompt) -> None:
+    def __init__(self, exchange: Exchange, body: InfillRequest, prompt: Prompt) -> None:
+        self.response_id = f"infill-{exchange.request_id}"
         self._body = body
         self._head = {"model": exchange.model_name, "prompt": prompt.text or "", "id_slot": -1}
+        sampling = exchange.sampling
         self._settings = {
             "n_ctx": exchange.engine.max_model_len,
             "n_predict": -1 if body.limit is None else body.limit,
@@ -157,29 +159,24 @@ class InfillWriter(Writer):
             "stop": list(sampling.stop),
             "stream": bool(body.stream),
         }
-        self._meter = UsageMeter(1)
         self._has_new_line = False
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         self._has_new_line = "\n" in choice.content
         token_ids = choice.token_ids if self._body.return_tokens else ()
-        return self._selected(self._last(choice.content, token_ids, choice.finish, answer.usage))
+        return self._selected(self._last(choice.content, token_ids, answer.finish, answer.usage))
 
     def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
         self._has_new_line |= "\n" in event.content
         if event.finish is not None:
-            last = self._last(event.content, event.token_ids, event.finish, self._meter.total())
+            last = self._last(event.content, event.token_ids, event.finish, usage_of([event]))
             return sse.data(self._selected(last))
         if not event.content or self._body.is_warming:
             return b""
         counts = {"tokens_predicted": event.delta.num_output_tokens, "tokens_evaluated": event.delta.num_prompt_tokens}
         piece = {"index": 0, "content": event.content, "tokens": list(event.token_ids), "stop": False, "id_slot": -1}
         return sse.data({**piece, **counts})
-
-    def closing(self) -> bytes:
-        return b""  # the last piece has "stop": true
 
     def failure(self, error: ErrorInfo) -> bytes:
         return sse.data(error.openai_body())
@@ -255,7 +252,6 @@ async def infill(body: InfillRequest, request: Request, context: Context) -> Res
     """The text between `input_prefix` and `input_suffix`, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     engine = exchange.engine
-    sampling = body.sampling(engine.default_sampling)
     filler = fill_writer(engine, "input_suffix")
     room = engine.max_model_len // _OUTPUT_SHARE
     most = engine.max_model_len - min(room if body.output_limit is None else body.output_limit, room) - 1
@@ -265,9 +261,7 @@ async def infill(body: InfillRequest, request: Request, context: Context) -> Res
         return (Prompt(token_ids, engine.tokenizer.decode(token_ids, skip_special_tokens=False)),)
 
     plan = await plan_prompts(exchange, write, filler.end_token_ids)
-    writer = InfillWriter(exchange, body, sampling, plan.prompts[0])
-    job = plan.job(exchange, sampling, f"infill-{exchange.request_id}")
     indent, max_ms = body.n_indent or 0, body.t_max_predict_ms or 0
     if indent or max_ms:
-        job = replace(job, new_parser=lambda: LinesParser(indent, max_ms / 1000))
-    return await exchange.answer(job, writer)
+        plan = replace(plan, new_parser=lambda: LinesParser(indent, max_ms / 1000))
+    return await exchange.answer(plan, InfillWriter(exchange, body, plan.prompts[0]))

@@ -1,9 +1,10 @@
 """The store of a fleet: a Redis or Valkey server in which several servers count together and keep responses.
 
-    await store.run(Script(LUA), keys, arguments) -> its reply within a bounded time, or StoreAwayError
+    await store.run(LUA, keys, arguments) -> its reply within a bounded time, or StoreAwayError
 
-Each script is atomic. When the store does not answer, it is not asked again until a probe succeeds: callers do not
-wait, and go on with what their own server knows. The log has one line when the store goes away and one when it is back.
+Each script is atomic, and gets the time in milliseconds as `ARGV[1]`. When the store does not answer, it is not asked
+again until a probe succeeds: callers do not wait, and go on with what their own server knows. The log has one line when
+the store goes away and one when it is back.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_server.errors import ConfigError
-from mlx_server.fleet import FleetConfig, parse_store
+from mlx_server.fleet import parse_store
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -42,13 +42,6 @@ _PROBE = "return redis.call('SET', KEYS[1], '1', 'PX', 1000)"
 
 class StoreAwayError(Exception):
     """The store does not answer, or refuses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Lua code that the store runs. `ARGV[1]` is the time in milliseconds, see `now_ms`."""
-
-    text: str
 
 
 class SharedStore:
@@ -84,23 +77,23 @@ class SharedStore:
             raise ConfigError(
                 f"--shared-store: the URL of {self.name} has unknown options after `?`; leave them out."
             ) from None  # the error may show the password
-        self._scripts: dict[Script, Callable[..., Any]] = {}
+        self._scripts: dict[str, Callable[..., Any]] = {}
         self._probing: asyncio.Task[None] | None = None
-        self._deferred: deque[tuple[Script, Sequence[str], Sequence[Any]]] = deque(maxlen=_MAX_DEFERRED)
+        self._deferred: deque[tuple[str, Sequence[str], Sequence[Any]]] = deque(maxlen=_MAX_DEFERRED)
 
     async def open(self) -> None:
         """Probes the store, so that the log says at once if it is away."""
         with contextlib.suppress(StoreAwayError):
             await self._probe()
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any], timeout_s: float = 0.0) -> Any:
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[Any], timeout_s: float = 0.0) -> Any:
         """The reply of the script, by default within `CALL_S`. Raises `StoreAwayError`, at once while the store is
         known to be away."""
         if not self.is_here:
             raise StoreAwayError
         return await self._run(script, keys, args, timeout_s or CALL_S)
 
-    def defer(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> None:
+    def defer(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> None:
         """Runs the script once the store is back. For callers that got `StoreAwayError`."""
         self._deferred.append((script, keys, args))
 
@@ -125,9 +118,9 @@ class SharedStore:
             await asyncio.gather(self._probing, return_exceptions=True)
         await self._redis.aclose()
 
-    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Any], timeout_s: float) -> Any:
+    async def _run(self, script: str, keys: Sequence[str], args: Sequence[Any], timeout_s: float) -> Any:
         if script not in self._scripts:
-            self._scripts[script] = self._redis.register_script(script.text)
+            self._scripts[script] = self._redis.register_script(script)
         now_ms = 0 if self._now_ms is None else self._now_ms()
         try:
             async with asyncio.timeout(timeout_s):
@@ -138,7 +131,7 @@ class SharedStore:
 
     async def _probe(self) -> None:
         """Writes, as callers do: a store that is full or read-only answers and is of no use."""
-        await self._run(Script(_PROBE), ["probe"], [], CONNECT_S)
+        await self._run(_PROBE, ["probe"], [], CONNECT_S)
 
     def _on_failure(self, error: Exception, timeout_s: float) -> None:
         self.num_failures += 1
@@ -164,8 +157,3 @@ class SharedStore:
                     self._deferred.popleft()
                 self.is_here = True
         logger.info("The shared store %s is back", self.name)
-
-
-def open_store(settings: FleetConfig, now_ms: Callable[[], int] | None = None) -> SharedStore | None:
-    """The configured store, if there is one. Raises `ConfigError`."""
-    return None if settings.shared_store is None else SharedStore(settings.shared_store, now_ms)

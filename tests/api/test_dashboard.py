@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from mlx_server.api.auth.authentication import PAGE_FILES
+from mlx_server.api.auth.access import PAGE_FILES
 from mlx_server.config import CacheConfig, Config, ModelConfig, ServerConfig
 from mlx_server.errors import EngineDeadError
 from mlx_server.model_entries import ModelEntry

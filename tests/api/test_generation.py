@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, OutputParser, Parts, Prompt
+from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, OutputParser, Parts, Plan, Prompt
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand, Quotas
 from mlx_server.engine.request_stream import RequestStream
@@ -51,9 +51,8 @@ class World:
         sampling = SamplingParams(max_tokens=50)
         requests = [Request(f"r{i}", [1], sampling, arrival_s=0.0, max_total_tokens=100) for i in range(n)]
         self.streams = [RequestStream(request, None, lambda request_id, reason, num_void: True) for request in requests]
-        job = GenerationJob(
-            request_id="r", response_id="a", prompts=[Prompt((1,))], sampling=sampling, n=n, new_parser=new_parser
-        )
+        plan = Plan(prompts=[Prompt((1,))], new_parser=new_parser)
+        job = GenerationJob(request_id="r", response_id="a", plan=plan, sampling=sampling, n=n)
         grant = Quotas().open(Caller(), Demand(n, 1))
         self.generation = Generation(job, "model", self.streams, grant, lambda generation: None)
         self.feeding = asyncio.ensure_future(self.generation.feed(reader.emit, reader.drain))

@@ -538,9 +538,9 @@ async def test_waiting_for_the_servers_own_threads_is_not_fetching(
         time.sleep(0.4)
         return prepare(*asked)
 
-    async def slow_turn(*asked: Any) -> Any:
+    async def slow_turn(*asked: Any, **how: Any) -> Any:
         await asyncio.sleep(0.1)
-        return await acquire(*asked)
+        return await acquire(*asked, **how)
 
     monkeypatch.setattr(SeeingModel, "prepare", slow)
     monkeypatch.setattr(images.FairSlots, "acquire", slow_turn)

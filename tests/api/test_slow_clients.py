@@ -35,7 +35,7 @@ class App:
         if scope["path"] == "/flood":
             await self._flood(receive, send)
         elif scope["path"] == "/events":
-            await sse.event_stream(self._write_events, 0, lambda: self.events.append("gone"))(scope, receive, send)
+            await sse.EventStream(self._write_events, 0, lambda: self.events.append("gone"))(scope, receive, send)
         elif scope["path"] == "/refuse":
             await self._answer(send, b"no")
         else:

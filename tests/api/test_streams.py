@@ -62,7 +62,7 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
     async def receive() -> Message:
         return await asyncio.Future()
 
-    response = sse.event_stream(write_stream, 0.2, lambda: None)
+    response = sse.EventStream(write_stream, 0.2, lambda: None)
     answering = asyncio.create_task(response({"type": "http", "method": "POST"}, receive, send))
     await asyncio.sleep(0.5)
     is_drained.set()

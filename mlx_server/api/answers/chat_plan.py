@@ -1,6 +1,6 @@
 """Makes a chat of any protocol ready to generate: prompt, grammar, and the parser of the output.
 
-    ChatCall -> ChatPlanner.plan() -> ChatPlan -> GenerationJob
+    ChatCall -> ChatPlanner.plan() -> Plan -> GenerationJob
 
 The work grows with the prompt and the schema, so it runs in the request's turn, in threads.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlx_server.api.answers.generation import OutputParser, Prompt, Truncation
+from mlx_server.api.answers.generation import OutputParser, Plan, Prompt, Truncation
 from mlx_server.api.answers.images import ImageLoader
 from mlx_server.api.http.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
@@ -175,21 +175,6 @@ Read = Callable[[ImageParts | None], ChatCall]
 no images), they are refused or replaced by a note."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPlan:
-    """What a `GenerationJob` needs of the chat."""
-
-    prompt: Prompt
-    new_parser: Callable[[], OutputParser]
-    new_constraint: Callable[[], TokenConstraint] | None
-    kept_token_ids: frozenset[int]
-    continues_text: bool
-    can_reason: bool
-    prediction_token_ids: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Keywords of schemas that are not enforced."""
-
-
 class ChatPlanner:
     """Plans chats for any engine. Remembers each model's dialect, which is slow to find in a big vocabulary."""
 
@@ -197,35 +182,33 @@ class ChatPlanner:
         self._images = images
         self._dialects: weakref.WeakKeyDictionary[Tokenizer, Dialect] = weakref.WeakKeyDictionary()
 
-    async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> ChatPlan:
+    async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Plan:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
         `InvalidRequestError` and `UnsupportedError`. Work in the thread goes on when this is cancelled."""
         dialect = await self._dialect(engine.tokenizer, turn)
-        begun = await self._write(engine, read, turn, dialect)
-        if isinstance(begun, ChatPlan):
-            return begun
-        param = begun.call.grammar_param or ""
-        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, begun), param, turn.requester)
+        written = await self._write(engine, read, turn, dialect)
+        if written.plan is not None:
+            return written.plan
+        param = written.call.grammar_param or ""
+        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, written), param, turn.requester)
 
     async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are as for `plan`."""
         return (await self._write(engine, read, turn)).prompt
 
-    async def _write(
-        self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None
-    ) -> _Written | ChatPlan:
-        """The call and its prompt; with a `dialect` and without a grammar, the whole plan. One turn in a thread makes
+    async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None) -> _Written:
+        """The call and its prompt; with a `dialect` and without a grammar, the plan as well. One turn in a thread makes
         all of it, or two turns with the images prepared between them."""
         seeing, owner = engine.vision, turn.requester.key
         parts = None if seeing is None else ImageParts()
 
-        def write(call: ChatCall, pictures: Pictures | None) -> _Written | ChatPlan:
+        def write(call: ChatCall, pictures: Pictures | None) -> _Written:
             written = _written(engine, owner, call, pictures)
             if dialect is None or call.grammar_param is not None:
                 return written
-            return _plan(engine, dialect, written)
+            return replace(written, plan=_plan(engine, dialect, written))
 
-        def begin() -> ChatCall | _Written | ChatPlan:
+        def begin() -> ChatCall | _Written:
             try:
                 call = read(parts)
                 return call if parts is not None and parts.found else write(call, None)
@@ -254,6 +237,7 @@ class _Written:
     call: ChatCall
     prompt: Prompt
     prediction_token_ids: tuple[int, ...]
+    plan: Plan | None = None
 
 
 def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None) -> _Written:
@@ -272,7 +256,7 @@ def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures
     return _Written(call, Prompt(tuple(token_ids), prompt.text, prompt.images), tuple(predicted))
 
 
-def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> ChatPlan:
+def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> Plan:
     call, reasoning, tools = written.call, dialect.reasoning, written.call.tool_use.shown
     is_open = reasoning is not None and reasoning.is_open_after(
         written.prompt.text or "", continues_message=call.options.continue_final_message
@@ -284,8 +268,8 @@ def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> ChatPlan:
         extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
         return OutputParser(splitter, extractor, call.tool_use.is_parallel)
 
-    return ChatPlan(
-        prompt=written.prompt,
+    return Plan(
+        prompts=(written.prompt,),
         new_parser=new_parser,
         new_constraint=_constraints(engine, dialect, target, is_open, call.max_reasoning_tokens),
         kept_token_ids=dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools)),

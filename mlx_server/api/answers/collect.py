@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
 from mlx_server.engine.tools.parser import ToolCallDelta
-from mlx_server.outputs import PositionLogprobs, RequestTimings
+from mlx_server.outputs import PositionLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A complete call; `arguments` is JSON text, as the model wrote it."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-    @classmethod
-    def of(cls, pieces: Sequence[ToolCallDelta]) -> ToolCall:
-        """The call that has come in these pieces."""
-        first = next((piece for piece in pieces if piece.name), pieces[0])
-        return cls(first.id or "", first.name or "", "".join(piece.arguments_fragment for piece in pieces))
+def whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
+    """The call that has come in these pieces, as one piece."""
+    first = next((piece for piece in pieces if piece.name), pieces[0])
+    return replace(first, arguments_fragment="".join(piece.arguments_fragment for piece in pieces))
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
@@ -34,20 +26,6 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One complete answer."""
-
-    index: int
-    content: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...]
-    prompt_logprobs: tuple[PositionLogprobs, ...]
-    finish: Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,94 +42,84 @@ class Usage:
     num_rejected_drafts: int = 0
 
 
-class UsageMeter:
-    """Token counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._latest: dict[int, OutputEvent] = {}
-
-    def update(self, event: OutputEvent) -> None:
-        self._latest[event.index] = event
-
-    def total(self) -> Usage:
-        events = self._latest.values()
-        prompts = {event.index // self._n: event for event in sorted(events, key=lambda e: -e.index)}
-        return Usage(
-            num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
-            num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
-            num_rounded_tokens=sum(event.delta.num_rounded_tokens for event in prompts.values()),
-            num_output_tokens=sum(event.delta.num_output_tokens for event in events),
-            num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
-            num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),
-            num_rejected_drafts=sum(event.delta.num_rejected_drafts for event in events),
-        )
-
-    def timings(self) -> RequestTimings | None:
-        """The timings of a finished job with one choice; several choices have no common ones."""
-        if len(self._latest) != 1:
-            return None
-        (event,) = self._latest.values()
-        return None if event.finish is None else event.finish.timings
+def usage_of(events: Collection[OutputEvent], n: int = 1) -> Usage:
+    """The counts of a job after these events, the last ones of its choices so far. Choices `k * n` to `k * n + n - 1`
+    share prompt `k`."""
+    prompts = {event.index // n: event for event in sorted(events, key=lambda e: -e.index)}
+    return Usage(
+        num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
+        num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
+        num_rounded_tokens=sum(event.delta.num_rounded_tokens for event in prompts.values()),
+        num_output_tokens=sum(event.delta.num_output_tokens for event in events),
+        num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
+        num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),
+        num_rejected_drafts=sum(event.delta.num_rejected_drafts for event in events),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of a job, in order of their index."""
+    """All choices of a job, in order of their index: an event each, with all of the choice's output, whose calls have
+    one piece each."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[OutputEvent, ...]
     usage: Usage
-    timings: RequestTimings | None
+
+    @property
+    def finish(self) -> Finish:
+        """How the first choice ended."""
+        finish = self.choices[0].finish
+        assert finish is not None, "the stream ended without a finish reason"
+        return finish
 
 
 async def collect(generation: Generation, n: int) -> Answer:
     """Waits for the end of every choice. Raises `ServeError` if one fails."""
-    builders: dict[int, _Builder] = {}
-    meter = UsageMeter(n)
+    builders: defaultdict[int, _Builder] = defaultdict(_Builder)
 
     def add(events: list[OutputEvent]) -> bool:
         for event in events:
-            builders.setdefault(event.index, _Builder(event.index)).add(event)
-            meter.update(event)
+            builders[event.index].add(event)
         return True
 
     await generation.feed(add)
     choices = tuple(builders[index].choice() for index in sorted(builders))
-    return Answer(choices, meter.total(), meter.timings())
+    return Answer(choices, usage_of(choices, n))
 
 
 class _Builder:
     """Joins one choice's events."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    _last: OutputEvent
+
+    def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, list[ToolCallDelta]] = {}
+        self._calls: defaultdict[int, list[ToolCallDelta]] = defaultdict(list)
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
-        self._finish: Finish | None = None
 
     def add(self, event: OutputEvent) -> None:
         self._content.append(event.content)
         self._reasoning.append(event.reasoning)
         for piece in event.tool_calls:
-            self._calls.setdefault(piece.index, []).append(piece)
+            self._calls[piece.index].append(piece)
         self._token_ids.extend(event.token_ids)
         self._logprobs.extend(event.logprobs)
         self._prompt_logprobs.extend(event.delta.prompt_logprobs)
-        self._finish = event.finish or self._finish
+        self._last = event
 
-    def choice(self) -> Choice:
-        assert self._finish is not None, "the stream ended without a finish reason"
-        return Choice(
-            index=self._index,
+    def choice(self) -> OutputEvent:
+        return replace(
+            self._last,
             content="".join(self._content),
             reasoning="".join(self._reasoning),
-            tool_calls=tuple(ToolCall.of(self._calls[index]) for index in sorted(self._calls)),
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=tuple(self._prompt_logprobs),
-            finish=self._finish,
+            tool_calls=tuple(whole_call(self._calls[index]) for index in sorted(self._calls)),
+            delta=replace(
+                self._last.delta,
+                token_ids=tuple(self._token_ids),
+                logprobs=tuple(self._logprobs),
+                prompt_logprobs=tuple(self._prompt_logprobs),
+            ),
         )

@@ -133,28 +133,38 @@ class OutputParser:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """Generates `n` choices for each prompt, with one of the model's adapters or without. `request_id` is the client's
-    id of the request, `response_id` the id of the answer; neither needs to be unique.
+class Plan:
+    """Prompts that are ready to generate, and what follows the outputs. `new_parser` and `new_constraint` are called
+    once for each choice, since both follow that choice's output. `end_token_ids` end the output as the model's own end
+    tokens do. `notes` are keywords of schemas that are not enforced. `kept_token_ids`, `continues_text` and
+    `prediction_token_ids` are passed on to `GenerationRequest`."""
 
-    `new_parser` and `new_constraint` are called once for each choice, since both follow that choice's output. The last
-    four fields are passed on to `GenerationRequest`.
-    """
+    prompts: Sequence[Prompt]
+    new_parser: Callable[[], OutputParser] = OutputParser
+    new_constraint: Callable[[], TokenConstraint] | None = None
+    end_token_ids: tuple[int, ...] = ()
+    kept_token_ids: frozenset[int] = frozenset()
+    continues_text: bool = False
+    prediction_token_ids: tuple[int, ...] = ()
+    can_reason: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """Generates `n` choices for each prompt of the plan, with one of the model's adapters or without. `request_id` is
+    the client's id of the request, `response_id` the id of the answer; neither needs to be unique. With `pooling`,
+    vectors or scores are computed instead."""
 
     request_id: str
     response_id: str
-    prompts: Sequence[Prompt]
+    plan: Plan
     sampling: SamplingParams
     n: int = 1
     caller: Caller = field(default_factory=Caller)
     priority: Priority = Priority.NORMAL
     extra_keys: tuple[str, ...] = ()
     adapter: str | None = None
-    new_parser: Callable[[], OutputParser] = OutputParser
-    new_constraint: Callable[[], TokenConstraint] | None = None
-    kept_token_ids: frozenset[int] = frozenset()
-    continues_text: bool = False
-    prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
 
 
@@ -211,7 +221,7 @@ class Generation:
         self.job = job
         self.model_name = model_name
         self.ids = frozenset((job.request_id, job.response_id))
-        self._choices = [_Choice(index, stream, job.new_parser()) for index, stream in enumerate(streams)]
+        self._choices = [_Choice(index, stream, job.plan.new_parser()) for index, stream in enumerate(streams)]
         self._unread = self._choices  # choices whose end has not been read
         self._is_taking = False
         self._emit: Emit | None = None  # set while `feed` waits for output

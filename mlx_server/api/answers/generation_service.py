@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlx_server.api.answers.generation import Generation, GenerationJob
-from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.access import caller_of
 from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Grant, Quotas, bounded
-from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
@@ -160,12 +159,12 @@ class GenerationService:
     async def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
         `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
-        return await self._opened(engine, job, job.n * len(job.prompts), None, self._start)
+        return await self._opened(engine, job, job.n * len(job.plan.prompts), None, self._start)
 
     async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
         """Like `start`, for inputs that are pooled: they go in as there is room, within the caller's seats."""
         most = max(1, engine.info.max_num_seqs // 2)  # leaves half of the engine's seats to others
-        width = min(len(job.prompts), most, self._quotas.seats_left(job.caller))
+        width = min(len(job.plan.prompts), most, self._quotas.seats_left(job.caller))
         return await self._opened(engine, job, width, 1, self._start_pooling)
 
     async def _opened(
@@ -178,7 +177,7 @@ class GenerationService:
     ) -> T:
         """`start`s the job with at most `width` answers at a time, and at least `least`. The caller's quota is reserved
         first, and checked again afterwards, since other requests may have come meanwhile."""
-        demand = Demand(width, sum(len(prompt.token_ids) for prompt in job.prompts))
+        demand = Demand(width, sum(len(prompt.token_ids) for prompt in job.plan.prompts))
         try:
             self._check(job, demand)
             with await self._quotas.reserve(job.caller, demand, least) as width:
@@ -261,6 +260,7 @@ async def watch_revocations(keys: KeyRing, generations: GenerationService) -> No
 
 
 def _requests(job: GenerationJob) -> list[GenerationRequest]:
+    plan = job.plan
     # The engine's ids are unique even when clients repeat theirs.
     unique = f"{job.response_id}-{uuid.uuid4().hex[:12]}"
     return [
@@ -274,14 +274,14 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
             adapter=job.adapter,
             num_samples=job.n,
             sample_index=sample_index,
-            constraint=None if job.new_constraint is None else job.new_constraint(),
-            kept_token_ids=job.kept_token_ids,
-            continues_text=job.continues_text,
-            prediction_token_ids=job.prediction_token_ids,
+            constraint=None if plan.new_constraint is None else plan.new_constraint(),
+            kept_token_ids=plan.kept_token_ids,
+            continues_text=plan.continues_text,
+            prediction_token_ids=plan.prediction_token_ids,
             pooling=job.pooling,
             images=prompt.images,
         )
-        for prompt_index, prompt in enumerate(job.prompts)
+        for prompt_index, prompt in enumerate(plan.prompts)
         for sample_index in range(job.n)
     ]
 
@@ -311,8 +311,8 @@ def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None
     """Logs a refused generation; the error's name is the reason."""
     fields = {
         **_identity(job, model_name),
-        "choices": job.n * len(job.prompts),
-        "prompt_tokens": job.n * sum(len(prompt.token_ids) for prompt in job.prompts),
+        "choices": job.n * len(job.plan.prompts),
+        "prompt_tokens": job.n * sum(len(prompt.token_ids) for prompt in job.plan.prompts),
         **_images(job),
         "error": type(error).__name__,
     }
@@ -321,7 +321,7 @@ def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None
 
 def _images(job: GenerationJob) -> dict[str, int]:
     """The images' tokens, summed over all choices as `prompt_tokens` are; nothing without images."""
-    num_tokens = sum(image.num_tokens for prompt in job.prompts for image in prompt.images)
+    num_tokens = sum(image.num_tokens for prompt in job.plan.prompts for image in prompt.images)
     return {"image_tokens": job.n * num_tokens} if num_tokens else {}
 
 
@@ -340,14 +340,9 @@ def _ms(time_s: float | None) -> float | None:
 
 async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> AsyncEngine:
     """The engine of a model, which is loaded first if need be, for as long as the request lasts. Raises what
-    `ModelPool.acquire` raises, `PermissionDeniedError` for a model that the caller's tier may not use, and
-    `ClientDisconnectedError`."""
+    `ModelPool.acquire` raises, and `PermissionDeniedError` for a model that the caller's tier may not use."""
     check_name(name, "model")
     check_model_access(pool, caller_of(request).tier, name)
     leases = request.state.leases
     assert isinstance(leases, contextlib.ExitStack)
-
-    async def acquire() -> AsyncEngine:
-        return leases.enter_context(await pool.acquire(name))
-
-    return await until_disconnect(request, acquire())
+    return leases.enter_context(await pool.acquire(name))

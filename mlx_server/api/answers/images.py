@@ -14,14 +14,14 @@ import ssl
 import stat
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import httpx
 
+from mlx_server.api.http.text_turns import in_executor
 from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
@@ -29,8 +29,6 @@ from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
 from mlx_server.setting import parse_hosts
-
-T = TypeVar("T")
 
 FETCH_S = 10.0
 """The longest that fetching one image may take, redirects included."""
@@ -121,20 +119,8 @@ class ImageLoader:
                 data = _read_file(source, self._folder) if scheme.startswith("file:") else read_base64(source)
             return model.prepare(data, self._max_pixels, requester.key)
 
-        return await self._in_thread(work, requester)
-
-    async def _in_thread(self, work: Callable[[], T], requester: Requester) -> T:
-        """In the requester's turn. The work goes on when this is cancelled, and holds its slot until it ends."""
         slot = await _turn(self._slots, requester, "decoded")
-
-        def on_done(working: asyncio.Future[Any]) -> None:
-            slot.release()
-            if not working.cancelled():
-                working.exception()  # read, or asyncio complains if the caller is gone
-
-        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        working.add_done_callback(on_done)
-        return await asyncio.shield(working)
+        return await in_executor(self._threads, work, slot.release)
 
     async def _fetch(self, url: str, requester: Requester, clock: _FetchClock) -> bytes:
         slot = await _turn(self._fetches, requester, "fetched")

@@ -1,7 +1,6 @@
 """Vectors and scores for any protocol: `embed` and `score`.
 
-Both are for routes that are a `TurnRoute`. They tokenize in the request's turn, and raise `ServeError`, or
-`ClientDisconnectedError` when the client leaves, which ends the computation.
+Both are for routes that are a `TurnRoute`. They tokenize in the request's turn, and raise `ServeError`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Generic, TypeVar
 
 from fastapi import Request
 
-from mlx_server.api.answers.generation import GenerationJob, Prompt
+from mlx_server.api.answers.generation import GenerationJob, Plan, Prompt
 from mlx_server.api.answers.generation_service import lease_engine
-from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.access import caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
-from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
+from mlx_server.api.http.middleware import REQUEST_ID_HEADER
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.probes import load_headers
 from mlx_server.engine.embeddings import FloatArray, InputTruncation, embedder_of, scorer_of
@@ -89,7 +88,7 @@ async def embed(
         token_ids = embedder.token_ids(item, before, options.truncation, where, add_special_tokens=add_special_tokens)
         return Prompt(tuple(token_ids))
 
-    prompts = await _in_turn(request, lambda: list(itertools.starmap(read, enumerate(inputs))))
+    prompts = await turn_of(request).in_thread(lambda: list(itertools.starmap(read, enumerate(inputs))))
 
     def vectors(results: list[Vector]) -> list[FloatArray]:
         return [embedder.vector(result, dimensions) for result in results]
@@ -108,7 +107,7 @@ async def score(
     """The scores of pairs of texts, in their order; `names` are the fields of both texts, for errors."""
     engine, load_s = await _engine(request, context, options)
     scorer = scorer_of(engine.pooling, engine.model_name)
-    plan = await _in_turn(request, lambda: scorer.plan(pairs, names, options.truncation, instruction))
+    plan = await turn_of(request).in_thread(lambda: scorer.plan(pairs, names, options.truncation, instruction))
     prompts = [Prompt(tuple(token_ids)) for token_ids in plan.inputs]
     answer = await _run(request, context, engine, load_s, options, prompts, scorer.params, plan.scores)
     if not all(map(math.isfinite, answer.values)):
@@ -123,10 +122,6 @@ async def _engine(request: Request, context: ServerContext, options: PoolingOpti
         request.state.request_id = options.request_id
     context.quotas.check(caller_of(request), Demand())
     return await lease_engine(request, context.pool, options.model), time.monotonic() - started_s
-
-
-async def _in_turn(request: Request, work: Callable[[], T]) -> T:
-    return await until_disconnect(request, turn_of(request).in_thread(work))
 
 
 async def _run(
@@ -144,7 +139,7 @@ async def _run(
     job = GenerationJob(
         request_id=request_id,
         response_id=f"{options.prefix}-{request_id}",
-        prompts=prompts,
+        plan=Plan(prompts=prompts),
         sampling=SamplingParams(),
         caller=caller,
         priority=caller.priority_at(request.url.path, options.priority),
@@ -154,8 +149,8 @@ async def _run(
     with contextlib.closing(await context.generations.start_pooling(engine, job)) as run:
         request.state.is_counted = True
         turn_of(request).end()
-        results = await until_disconnect(request, run.results())
+        results = await run.results()
     headers = {REQUEST_ID_HEADER: request_id, **load_headers(request.headers, engine.stats())}
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    values = await _in_turn(request, lambda: read(results))
+    values = await turn_of(request).in_thread(lambda: read(results))
     return PoolingAnswer(values, job.response_id, run.model_name, num_tokens, headers, load_s)

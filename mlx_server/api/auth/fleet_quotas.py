@@ -35,7 +35,7 @@ from mlx_server.api.auth.quotas import (
     seats_refusal,
     tokens_refusal,
 )
-from mlx_server.api.shared_store import Script, SharedStore, StoreAwayError
+from mlx_server.api.shared_store import SharedStore, StoreAwayError
 from mlx_server.tiers import Tier
 
 SYNC_S = 1.0
@@ -46,7 +46,7 @@ again after this time."""
 
 _NO_LIMIT = -1
 _UNKNOWN = -1
-_TAKE = Script("""
+_TAKE = """
 -- KEYS: requests and tokens: amounts by slot of 250 ms, their total, the first slot and the last;
 -- answers in progress by server, as "number:when the lease ends"
 local now, server, lease_ms, held, want, least, num_requests, num_tokens, prompt_tokens,
@@ -142,20 +142,13 @@ else
 end
 return {refusal, granted, wait_ms, seats, requests.used, leaves_ms(requests.last),
   tokens.used, leaves_ms(tokens.last)}
-""")
+"""
 
 
-@dataclass(slots=True)
-class _Reported:
-    """One window of this server, and how much of it the store has counted."""
-
-    window: SlidingWindow
-    num_reported: int = 0
-
-    def unreported(self, now: float) -> int:
-        """What the store has yet to add; below 0 for requests that it has counted and that were not opened. Amounts
-        older than a minute, from while the store was away, are left out."""
-        return min(self.window.num_added - self.num_reported, self.window.used(now))
+def _unreported(window: SlidingWindow, now: float) -> int:
+    """What the store has yet to add; below 0 for requests that it has counted and that were not opened. Amounts older
+    than a minute, from while the store was away, are left out."""
+    return min(window.num_unreported, window.used(now))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +171,6 @@ class _Share:
     tier: Tier
     keys: tuple[str, ...]
     meter: Meter
-    requests: _Reported = field(init=False)
-    tokens: _Reported = field(init=False)
     num_reported: int = 0
     """Answers in progress, as the store counts them for this server; `_UNKNOWN` from the start of a call until its
     reply."""
@@ -190,13 +181,11 @@ class _Share:
     refused_until_s: float = 0.0
     """Until then the store refuses every request."""
 
-    def __post_init__(self) -> None:
-        self.requests, self.tokens = _Reported(self.meter.requests), _Reported(self.meter.tokens)
-
     def has_unreported(self, now: float) -> bool:
         is_due = self.meter.num_answers > 0 and now - self.reported_s > LEASE_S / 3
-        has_tokens = self.tier.tokens_per_minute is not None and self.tokens.unreported(now) != 0
-        return is_due or has_tokens or self.meter.num_answers != self.num_reported or self.requests.unreported(now) != 0
+        has_tokens = self.tier.tokens_per_minute is not None and _unreported(self.meter.tokens, now) != 0
+        has_requests = _unreported(self.meter.requests, now) != 0
+        return is_due or has_tokens or has_requests or self.meter.num_answers != self.num_reported
 
 
 class FleetQuotas(Quotas):
@@ -305,8 +294,8 @@ class FleetQuotas(Quotas):
             reply = await self._call(share, demand, least)
             if not reply.refusal:
                 share.num_reported += reply.num_granted
-                share.requests.num_reported += 1
-                share.tokens.num_reported += demand.num_prompt_tokens
+                share.meter.requests.num_unreported -= 1
+                share.meter.tokens.num_unreported -= demand.num_prompt_tokens
             return reply
 
     async def _report(self, share: _Share) -> None:
@@ -318,8 +307,8 @@ class FleetQuotas(Quotas):
 
     async def _call(self, share: _Share, demand: Demand, least: int) -> _Reply:
         now, tier, held = self._clock(), share.tier, share.meter.num_answers
-        rates = (share.requests, share.tokens)
-        counted = [rate.window.num_added for rate in rates]
+        windows = (share.meter.requests, share.meter.tokens)
+        counted = [window.num_unreported for window in windows]
         limits = (tier.requests_per_minute, tier.tokens_per_minute, tier.max_concurrent_requests)
         share.num_reported = _UNKNOWN  # without a reply, it is unknown whether the store has counted
         refusal, num_granted, wait_ms, num_answers, *used = await self._store.run(
@@ -327,16 +316,16 @@ class FleetQuotas(Quotas):
             share.keys,
             [
                 *(self._server, int(1000 * LEASE_S), held, demand.num_answers, least),
-                *(rate.unreported(now) for rate in rates),
+                *(_unreported(window, now) for window in windows),
                 demand.num_prompt_tokens,
                 *(_NO_LIMIT if limit is None else limit for limit in limits),
             ],
         )
-        for rate, num_counted in zip(rates, counted, strict=True):
-            rate.num_reported = num_counted
+        for window, num_counted in zip(windows, counted, strict=True):
+            window.num_unreported -= num_counted
         share.num_reported, share.reported_s = held, now
-        windows = {"requests": (used[0], used[1] / 1000), "tokens": (used[2], used[3] / 1000)}
-        share.reply = _Reply(refusal.decode(), num_granted, wait_ms / 1000, num_answers, windows, now)
+        rates = {"requests": (used[0], used[1] / 1000), "tokens": (used[2], used[3] / 1000)}
+        share.reply = _Reply(refusal.decode(), num_granted, wait_ms / 1000, num_answers, rates, now)
         return share.reply
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -50,8 +50,8 @@ class SlidingWindow:
     """
 
     def __init__(self) -> None:
-        self.num_added = 0
-        """The sum of all amounts ever added."""
+        self.num_unreported = 0
+        """The sum of the amounts that a fleet's store has yet to add (`fleet_quotas`)."""
         self._slots: deque[_Slot] = deque()
         self._total = 0
 
@@ -63,7 +63,7 @@ class SlidingWindow:
             self._forget(now)
             self._slots.append(_Slot(now, now, amount))
         self._total += amount
-        self.num_added += amount
+        self.num_unreported += amount
 
     def used(self, now: float) -> int:
         self._forget(now)

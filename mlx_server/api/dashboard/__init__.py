@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
-from mlx_server.api.auth.authentication import PAGE_FILES, RequireAdmin, caller_of
+from mlx_server.api.auth.access import PAGE_FILES, RequireAdmin, caller_of
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.auth.keys import Caller, key_file_path
 from mlx_server.api.context import Context, ServerContext
@@ -83,7 +83,7 @@ for _name in sorted(PAGE_FILES):
 async def events(request: Request, context: Context) -> Response:
     """A snapshot of all models once a second, as server-sent events, until the client leaves, its key is revoked or the
     server ends."""
-    return sse.event_stream(partial(_send_snapshots, context, caller_of(request)), 0)
+    return sse.EventStream(partial(_send_snapshots, context, caller_of(request)), 0)
 
 
 async def _send_snapshots(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:

@@ -9,23 +9,19 @@ AnyTypeTurnRoute    both
 from __future__ import annotations
 
 import email.message
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.access import HeldBody, caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
-from mlx_server.api.errors import ClientDisconnectedError, error_info
-from mlx_server.api.http.access import HeldBody
+from mlx_server.api.errors import error_info
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import parse_json
 from mlx_server.api.http.text_turns import TextTurn
@@ -39,24 +35,13 @@ SMALL_BYTES = 16 * 1024
 _JSON = (b"content-type", b"application/json")
 
 
-class _Field(Protocol):
-    """The body of a route, as FastAPI describes it. `validate` returns the model, or a list of errors."""
-
-    def validate(self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]) -> tuple[Any, Any]: ...
-
-
 class _JsonRequest(Request):
     """A request that parses its body into the route's model before FastAPI asks for it."""
 
-    async def receive_body(self) -> None:
-        try:
-            await self.body()
-        except ClientDisconnect:
-            raise ClientDisconnectedError from None
-
-    async def parse(self, field: _Field) -> None:
-        """A body that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body
-        that does not fit the route's schema, and what `parse_json` raises."""
+    async def parse(self, field: Any) -> None:
+        """`field` is FastAPI's description of the body: its `validate` returns the model, or a list of errors. A body
+        that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body that does
+        not fit the route's schema, and what `parse_json` raises."""
         context, held, body = self.app.state.context, self.state.held_body, await self.body()
         assert isinstance(context, ServerContext)
         assert isinstance(held, HeldBody)
@@ -87,14 +72,9 @@ def _is_json(content_type: str) -> bool:
     return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _validated(body: bytes, field: _Field) -> Any:
+def _validated(body: bytes, field: Any) -> Any:
     """The route's model. FastAPI accepts it as it is, since it is an instance already."""
-    try:
-        parsed = parse_json(body)
-    except json.JSONDecodeError as error:
-        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
-        raise RequestValidationError([{**problem, "ctx": {"error": error.msg}}]) from error
-    value, problems = field.validate(parsed, {}, loc=("body",))
+    value, problems = field.validate(parse_json(body), {}, loc=("body",))
     if problems:
         raise RequestValidationError(problems)
     return value
@@ -121,12 +101,13 @@ class JsonRoute(APIRoute):
         return read
 
     async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
-        await request.receive_body()
+        await request.body()
         return await parse_and_handle()
 
 
 class TurnRoute(JsonRoute):
-    """A route whose requests wait for their turn after their bodies have arrived.
+    """A route whose requests wait for their turn after their bodies have arrived. All that they do until their answer
+    begins is cancelled when the client disconnects.
 
     The caller's rates are checked before that. A request counts once: one that generates counts when it is granted, or
     when it is refused because it is wrong; one that only has text read counts when it arrives.
@@ -141,9 +122,8 @@ class TurnRoute(JsonRoute):
             quotas.begin_reading(caller)
         request.state.is_counted = not generates
         try:
-            await request.receive_body()
-            async with _turn(request):
-                return await parse_and_handle()
+            await request.body()
+            return await until_disconnect(request, _in_turn(request, parse_and_handle))
         except (ServeError, RequestValidationError, HTTPException) as error:
             if not request.state.is_counted and _is_refusal(error):
                 quotas.count_wrong_request(caller)
@@ -173,16 +153,14 @@ class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
     """The same for metered requests."""
 
 
-@asynccontextmanager
-async def _turn(request: Request) -> AsyncIterator[None]:
-    """Holds the request's turn, from before its body is parsed until its answer begins."""
+async def _in_turn(request: Request, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
+    """In the request's turn, which lasts from before its body is parsed until its answer begins."""
     caller = caller_of(request)
     requester = Requester(caller.identity, caller.priority_at(request.url.path))
     turn = request.state.turn = TextTurn(request.app.state.context.text_workers, requester)
     try:
-        if not turn.try_begin():
-            await until_disconnect(request, turn.begin())
-        yield
+        await turn.begin()
+        return await parse_and_handle()
     finally:
         turn.end()
 

@@ -16,13 +16,13 @@ from typing import TypeVar
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_server.api.auth.authentication import PROBE_PATHS
+from mlx_server.api.auth.access import PROBE_PATHS
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Quotas, quota_headers
-from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnectedError, error_info
+from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, error_info
 from mlx_server.api.http.sse import PIECE_WRITER, PieceWriter
 from mlx_server.config import ServerConfig
 from mlx_server.observability.server_metrics import HttpMetrics
@@ -64,13 +64,7 @@ class ExchangeMiddleware:
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id(scope)
-        start_s, status, num_received, num_sent = time.monotonic(), 0, 0, 0
-
-        async def read() -> Message:
-            nonlocal num_received
-            message = await receive()
-            num_received += len(message.get("body", b""))
-            return message
+        start_s, status, num_sent = time.monotonic(), 0, 0
 
         async def write(message: Message) -> None:
             nonlocal status, num_sent
@@ -81,7 +75,7 @@ class ExchangeMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, read, write)
+            await self._app(scope, receive, write)
         except Exception as error:
             logger.exception("The request %s failed: %s %s", state["request_id"], scope["method"], scope["path"])
             if status:
@@ -95,6 +89,7 @@ class ExchangeMiddleware:
                 time_s = time.monotonic() - start_s
                 pieces: PieceWriter | None = state.get(PIECE_WRITER)
                 num_sent += 0 if pieces is None else pieces.num_bytes
+                num_received = state["held_body"].num_received if "held_body" in state else 0
                 status = status or CLIENT_CLOSED_REQUEST
                 self._metrics.on_exchange(handler, method, status, time_s, num_received, num_sent)
         return None
@@ -132,7 +127,7 @@ def allow_origins(app: FastAPI, server: ServerConfig) -> None:
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Runs `work`, or cancels it and raises `ClientDisconnectedError` when the client disconnects first.
+    """Runs `work`, or cancels it and raises `ClientDisconnect` when the client disconnects first.
 
     The body must have been read: the only message after it is the disconnect.
     """
@@ -142,7 +137,7 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientDisconnectedError
+        raise ClientDisconnect
     finally:
         for task in (working, watching):
             task.cancel()

@@ -7,10 +7,10 @@ stops at the first wrong entry, so that a million wrong entries do not make a mi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
@@ -46,14 +46,15 @@ _SLICE_BYTES = 64 * 1024
 
 
 def parse_json(body: bytes) -> Any:
-    """Parses a body. Raises `InvalidRequestError` if it exceeds a limit, and `json.JSONDecodeError` if it is not JSON,
-    is nested deeper than 200 levels, or contains NaN, infinity or half of a surrogate pair, which cannot be written
-    again. Any thread."""
+    """Parses a body. Raises `InvalidRequestError` if it exceeds a limit, and `RequestValidationError` if it is not
+    JSON, is nested deeper than 200 levels, or contains NaN, infinity or half of a surrogate pair, which cannot be
+    written again. Any thread."""
     _check(body)
     try:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise json.JSONDecodeError(str(error), "", 0) from error
+        problem = {"type": "json_invalid", "loc": ("body", 0), "msg": "JSON decode error", "input": {}}
+        raise RequestValidationError([{**problem, "ctx": {"error": str(error)}}]) from error
 
 
 def _check(body: bytes) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from json.encoder import encode_basestring
 from typing import Any, Protocol, cast
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.responses import Response
+from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n").encode()
+KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM = "text/event-stream"
 PIECE_WRITER = "piece_writer"
 """The key of a request's state for its `PieceWriter`, if it has one. That writes a chunked body's bytes directly to the
@@ -118,17 +116,27 @@ def openapi_responses(*fields: str, media_type: str = EVENT_STREAM) -> dict[int 
     }
 
 
-class _EventStream(EventSourceResponse):
-    """sse-starlette's response, which sends keep-alives and notices when the client disconnects. The events do not take
-    its way, which costs a task switch, a timer, a lock and all middlewares for each event; `write_stream` writes them
-    to a `PieceWriter`.
+class EventStream(EventSourceResponse):
+    """A response that `write_stream` writes, until it returns or the client disconnects; then `on_close` is called,
+    however it ends. Without events, a `keep_alive` is sent every `keep_alive_s` seconds (0: never), so that proxies and
+    clients do not give up during a long prefill. It is not sent while an event is being sent or was just sent, so none
+    follows the last event.
 
-    Calls `on_close` however the response ends. A keep-alive is not sent while an event is being sent or was just sent,
-    so none follows the last event.
+    Keep-alives and disconnects are sse-starlette's. The events do not take its way, which costs a task switch, a timer,
+    a lock and all middlewares for each event; `write_stream` writes them to a `PieceWriter`.
     """
 
-    def __init__(self, write_stream: WriteStream, on_close: Callable[[], None], keep_alive: bytes, **more: Any) -> None:
-        super().__init__(iter(()), ping_message_factory=cast(Any, lambda: keep_alive), **more)  # bytes stay as they are
+    def __init__(
+        self,
+        write_stream: WriteStream,
+        keep_alive_s: float,
+        on_close: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
+        keep_alive: bytes = KEEP_ALIVE,
+        media_type: str = EVENT_STREAM,
+    ) -> None:
+        as_it_is = cast(Any, lambda: keep_alive)  # bytes are not encoded again
+        super().__init__(iter(()), 200, headers, media_type, ping=keep_alive_s, ping_message_factory=as_it_is)
         self._write_stream = write_stream
         self._on_close = on_close
         self._keep_alive = keep_alive
@@ -154,38 +162,3 @@ class _EventStream(EventSourceResponse):
         await self._write_stream(self._writer)
         self.active = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def from_generator(pieces: AsyncGenerator[bytes, None]) -> WriteStream:
-    """Returns a function that writes the pieces of a generator. Each piece costs a task switch, so they should be
-    rare."""
-
-    async def write_stream(out: PieceWriter) -> None:
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                out.write(piece)
-                await out.drain()
-
-    return write_stream
-
-
-def event_stream(
-    write_stream: WriteStream,
-    keep_alive_s: float,
-    on_close: Callable[[], None] = lambda: None,
-    headers: Mapping[str, str] | None = None,
-    keep_alive: bytes = KEEP_ALIVE,
-    media_type: str = EVENT_STREAM,
-) -> Response:
-    """A response that `write_stream` writes, until it returns or the client disconnects; then `on_close` is called.
-    Without events, a `keep_alive` is sent every `keep_alive_s` seconds (0: never), so that proxies and clients do not
-    give up during a long prefill."""
-    return _EventStream(
-        write_stream,
-        on_close,
-        keep_alive,
-        headers=headers,
-        media_type=media_type,
-        ping=keep_alive_s,
-        sep="\n",
-    )

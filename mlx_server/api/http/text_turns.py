@@ -13,7 +13,8 @@ import contextvars
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -23,6 +24,20 @@ T = TypeVar("T")
 
 _IDLE_S = 0.25
 """A turn ends by itself when its request waits this long for something else, like a model that is loading."""
+
+
+async def in_executor(executor: ThreadPoolExecutor, work: Callable[[], T], on_done: Callable[[], None]) -> T:
+    """Runs `work` in a thread, then calls `on_done` on the event loop. If the caller is cancelled, the work goes on and
+    keeps what `on_done` gives back, so that clients that leave early do not get more threads."""
+
+    def done(working: asyncio.Future[T]) -> None:
+        if not working.cancelled():
+            working.exception()  # marks it as retrieved: the caller may be gone
+        on_done()
+
+    working = asyncio.get_running_loop().run_in_executor(executor, work)
+    working.add_done_callback(done)
+    return await asyncio.shield(working)
 
 
 class TextWorkers:
@@ -60,28 +75,21 @@ class TextTurn:
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def try_begin(self) -> bool:
-        """Takes a slot if one is free. Returns whether the turn has begun."""
-        self._is_over = False
-        if self._slot is None:
-            self._take(self._workers.slots.try_acquire(self.requester))
-        return self._slot is not None
-
     async def begin(self) -> None:
         """Waits for the turn. Raises `QuotaExceededError` if it is the first turn and too many requests of the key are
         waiting."""
-        if not self.try_begin():
-            self._take(await self._workers.slots.acquire(self.requester, is_later=self._had_slot))
+        self._is_over = False
+        if self._slot is None:
+            self._slot = await self._workers.slots.acquire(self.requester, is_later=self._had_slot)
+            self._had_slot = True
+            self._watch()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread. If the caller is cancelled, the work goes on and holds its slot until it is done, so
-        that clients that leave early do not get more threads."""
+        """Runs `work` in a thread. If the caller is cancelled, the work goes on and holds its slot until it is done."""
         await self.begin()
         self._is_working = True
         context = contextvars.copy_context()
-        working = asyncio.get_running_loop().run_in_executor(self._workers.threads, context.run, work)
-        working.add_done_callback(self._on_done)
-        return await asyncio.shield(working)
+        return await in_executor(self._workers.threads, partial(context.run, work), self._on_done)
 
     def end(self) -> None:
         """Gives the slot back as soon as no work runs in it. Idempotent."""
@@ -93,15 +101,8 @@ class TextTurn:
             self._slot.release()
             self._slot = None
 
-    def _take(self, slot: Slot | None) -> None:
-        self._slot = slot
-        self._had_slot = self._had_slot or slot is not None
-        self._watch()
-
-    def _on_done(self, working: asyncio.Future[Any]) -> None:
+    def _on_done(self) -> None:
         self._is_working = False
-        if not working.cancelled():
-            working.exception()  # marks it as retrieved: the caller may be gone
         if self._is_over:
             self.end()
         else:

@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers import vectors
-from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
-from mlx_server.api.answers.generation import Prompt
+from mlx_server.api.answers.chat_plan import ChatCall
+from mlx_server.api.answers.generation import Plan, Prompt
 from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingOptions
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
@@ -118,10 +118,7 @@ async def chat(body: ChatRequest, request: Request, context: Context) -> Respons
     call = await open_call(body, request, context)
     plan = await call.exchange.plan(body.call)
     _check_thinks(body, call, plan)
-    writer = AnswerWriter(call, chat_members)
-    sampling = body.sampling(call.exchange.engine.default_sampling)
-    job = call.exchange.chat_job(plan, sampling, writer.response_id)
-    return call.finish(await call.exchange.answer(job, writer, writer.keep_alive, NDJSON))
+    return call.finish(await call.exchange.answer(plan, AnswerWriter(call, chat_members)))
 
 
 async def _load_or_unload(
@@ -138,7 +135,7 @@ async def _load_or_unload(
     return call.finish(answer(call.name, "load"))
 
 
-def _check_thinks(body: OllamaFields, call: OllamaCall, plan: ChatPlan) -> None:
+def _check_thinks(body: OllamaFields, call: OllamaCall, plan: Plan) -> None:
     """Raises `InvalidRequestError` if a model is asked to think and cannot."""
     if body.think and not plan.can_reason:
         raise InvalidRequestError(
@@ -153,18 +150,16 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
         return await _load_or_unload(body, request, context, text_members())
     call = await open_call(body, request, context)
     exchange = call.exchange
-    sampling = body.sampling(exchange.engine.default_sampling)
     if body.is_text:
-        text_plan = await plan_text(exchange, body.text_request())
+        plan = await plan_text(exchange, body.text_request())
         writer = AnswerWriter(call, text_members)
-        job = text_plan.job(exchange, sampling, writer.response_id)
     else:
         plan = await exchange.plan(body.call)
         _check_thinks(body, call, plan)
-        prompt = _after(body.context or (), plan.prompt)
+        prompt = _after(body.context or (), plan.prompts[0])
+        plan = replace(plan, prompts=(prompt,))
         writer = AnswerWriter(call, text_members, prompt)
-        job = replace(exchange.chat_job(plan, sampling, writer.response_id), prompts=[prompt])
-    return call.finish(await exchange.answer(job, writer, writer.keep_alive, NDJSON))
+    return call.finish(await exchange.answer(plan, writer))
 
 
 def _after(context: Sequence[int], prompt: Prompt) -> Prompt:

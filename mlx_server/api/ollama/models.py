@@ -8,7 +8,8 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -19,7 +20,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from mlx_server.api.admin import begin_pull
-from mlx_server.api.auth.authentication import RequireAdmin, caller_of
+from mlx_server.api.auth.access import RequireAdmin, caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_info
 from mlx_server.api.http import sse
@@ -245,25 +246,29 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
 
 
 def _streamed(fetch: Fetch | None) -> Response:
-    return sse.event_stream(sse.from_generator(_lines(fetch)), 0, media_type=NDJSON)
+    return sse.EventStream(partial(_write_progress, fetch), 0, media_type=NDJSON)
 
 
-async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:
+async def _write_progress(fetch: Fetch | None, out: sse.PieceWriter) -> None:
     """Progress in Ollama's form: the manifest, bytes, success. `fetch` is None for a model that is here."""
-    yield line({"status": "pulling manifest"})
+
+    async def write(body: dict[str, Any]) -> None:
+        out.write(line(body))
+        await out.drain()
+
+    await write({"status": "pulling manifest"})
     if fetch is not None:
         digest = hashlib.sha256(fetch.name.encode()).hexdigest()  # clients group bytes by it
         part: dict[str, Any] = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
         while not fetch.done.done():
             read = fetch.reading()
             num_bytes, total = read["done_bytes"], read["total_bytes"]
-            yield line({**part, **({} if not total else {"total": total, "completed": min(num_bytes, total)})})
+            await write({**part, **({} if not total else {"total": total, "completed": min(num_bytes, total)})})
             await asyncio.wait((fetch.done,), timeout=_PULL_PERIOD_S)
         error = fetch.done.exception()
         if error is not None:
-            yield line(error_info(error if isinstance(error, Exception) else RuntimeError()).ollama_body())
-            return
-    yield line(_SUCCESS)
+            return await write(error_info(error if isinstance(error, Exception) else RuntimeError()).ollama_body())
+    return await write(_SUCCESS)
 
 
 @admins.delete("/api/delete")

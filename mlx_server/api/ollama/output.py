@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
-from mlx_server.api.answers.collect import Answer, Choice, ToolCall, Usage, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Usage, arguments_object, usage_of, whole_call
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -17,7 +17,7 @@ from mlx_server.api.openai.chat import token_body
 from mlx_server.api.openai.exchange import Writer
 from mlx_server.api.openai.output import TokenNames
 from mlx_server.engine.tools.parser import ToolCallDelta
-from mlx_server.outputs import PositionLogprobs, RequestTimings
+from mlx_server.outputs import PositionLogprobs
 
 NDJSON = "application/x-ndjson"
 
@@ -61,6 +61,8 @@ class AnswerWriter(Writer):
     """The answer to `/api/chat` or `/api/generate`. Tool calls are sent once they are complete, since their arguments
     are an object."""
 
+    media_type = NDJSON
+
     def __init__(self, call: OllamaCall, shown: Shown, prompt: Prompt | None = None) -> None:
         """`shown` makes the members that hold what the model wrote. With a `prompt`, the last line has `context`:
         prompt and answer as token ids."""
@@ -70,38 +72,26 @@ class AnswerWriter(Writer):
         self._shown = shown
         self._prompt = prompt
         self._answer_ids: list[int] = []
-        self._meter = UsageMeter(1)
-        self._finish: Finish | None = None
         self._templates: dict[str, sse.Template] = {}
         self._tool_call: list[ToolCallDelta] = []  # the pieces of the call that is being written
         self._names = TokenNames(exchange.engine.tokenizer if exchange.engine.has_tokenizer else None)
         self._num_top = exchange.body.num_logprobs
-
-    @property
-    def keep_alive(self) -> bytes:
-        """A line without text, for a silent stream: clients read each line as a part of the answer."""
-        return self._line(**self._shown(), done=False)
+        self.keep_alive = self._line(**shown(), done=False)  # clients read each line as a part of the answer
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
-        calls = [_call_body(index, call) for index, call in enumerate(choice.tool_calls)]
+        calls = list(map(_call_body, choice.tool_calls))
         shown = {**self._shown(choice.content, choice.reasoning, calls), **self._logprobs(choice)}
-        return self._last(shown, choice.finish, choice.token_ids, answer.usage, answer.timings)
+        return self._last(shown, answer.finish, choice.token_ids, answer.usage)
 
     def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
         if self._prompt is not None:
             self._answer_ids.extend(event.token_ids)
         lines = list(self._lines(event))
         if event.finish is not None:
-            self._finish = event.finish
             lines += self._end_call()
+            lines.append(line(self._last(self._shown(), event.finish, self._answer_ids, usage_of([event]))))
         return b"".join(lines)
-
-    def closing(self) -> bytes:
-        assert self._finish is not None, "the stream ended without a finish reason"
-        usage, timings = self._meter.total(), self._meter.timings()
-        return line(self._last(self._shown(), self._finish, self._answer_ids, usage, timings))
 
     def failure(self, error: ErrorInfo) -> bytes:
         return line(error.ollama_body())
@@ -122,7 +112,7 @@ class AnswerWriter(Writer):
     def _end_call(self) -> Iterator[bytes]:
         pieces, self._tool_call = self._tool_call, []
         if pieces:
-            call = _call_body(pieces[0].index, ToolCall.of(pieces))
+            call = _call_body(whole_call(pieces))
             yield self._line(**self._shown(calls=[call]), done=False)
 
     def _text(self, name: str, text: str) -> bytes:
@@ -140,7 +130,7 @@ class AnswerWriter(Writer):
     def _body(self, members: dict[str, Any]) -> dict[str, Any]:
         return {"model": self._call.name, "created_at": timestamp(), **members}
 
-    def _logprobs(self, source: OutputEvent | Choice) -> dict[str, Any]:
+    def _logprobs(self, source: OutputEvent) -> dict[str, Any]:
         if self._num_top is None or not source.logprobs:
             return {}
         return {"logprobs": [self._position(position, self._num_top) for position in source.logprobs]}
@@ -151,17 +141,10 @@ class AnswerWriter(Writer):
             body["top_logprobs"] = [token_body(self._names, token) for token in position.top[:num_top]]
         return body
 
-    def _last(
-        self,
-        shown: dict[str, Any],
-        finish: Finish,
-        token_ids: Sequence[int],
-        usage: Usage,
-        timings: RequestTimings | None,
-    ) -> dict[str, Any]:
+    def _last(self, shown: dict[str, Any], finish: Finish, token_ids: Sequence[int], usage: Usage) -> dict[str, Any]:
         """The last line, or a complete answer. Times are in nanoseconds; that of the prompt runs from its first step to
         the first output token."""
-        call = self._call
+        call, timings = self._call, finish.timings
         prompt_s = output_s = 0.0
         if timings is not None and timings.first_token_s is not None:
             prompt_s = timings.first_token_s - (timings.first_scheduled_s or timings.arrival_s)
@@ -183,9 +166,9 @@ class AnswerWriter(Writer):
         )
 
 
-def _call_body(index: int, call: ToolCall) -> dict[str, Any]:
-    function = {"index": index, "name": call.name, "arguments": arguments_object(call.arguments)}
-    return {"id": call.call_id, "function": function}
+def _call_body(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"index": call.index, "name": call.name, "arguments": arguments_object(call.arguments_fragment)}
+    return {"id": call.id, "function": function}
 
 
 def nanoseconds(seconds: float) -> int:

@@ -21,7 +21,7 @@ from fastapi import Request
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.auth.authentication import caller_of, require_admin
+from mlx_server.api.auth.access import caller_of, require_admin
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name
@@ -223,11 +223,11 @@ class OllamaCall:
 
     def finish(self, response: Response) -> Response:
         """The answer with the header for fields that it does not keep to."""
-        body, engine = self.exchange.body, self.exchange.engine
+        body = self.exchange.body
         assert isinstance(body, OllamaFields)
         notes = [] if self.is_kept else ["keep_alive"]
         if body.options is not None:
-            notes += body.options.not_enforced(body.sampling(engine.default_sampling), engine.max_model_len)
+            notes += body.options.not_enforced(self.exchange.sampling, self.exchange.engine.max_model_len)
         if notes:
             response.headers[NOT_ENFORCED_HEADER] = ", ".join(notes)
         return response
@@ -258,5 +258,5 @@ async def unload(body: OllamaFields, request: Request, context: ServerContext) -
     name = await find_name(context.pool, body.model)
     check_model_access(context.pool, caller_of(request).tier, name)
     context.pool.keep_alive(name, 0.0)
-    await context.pool.expire_idle()
+    await asyncio.shield(context.pool.expire_idle())  # goes on if the client disconnects
     return body.model or plain(context.pool.find(name).name)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
-from mlx_server.api.answers.collect import Answer, Choice
+from mlx_server.api.answers.collect import Answer
 from mlx_server.api.answers.generation import OutputEvent, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
@@ -265,17 +265,14 @@ class ChatWriter(CompletionWriter):
         body = {**super().full_body(answer), "object": "chat.completion", **self._prompt_ids}
         num_top = self._body.prompt_logprobs
         if num_top is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._names, answer.choices[0].prompt_logprobs, num_top)
+            body["prompt_logprobs"] = prompt_logprobs(self._names, answer.choices[0].delta.prompt_logprobs, num_top)
         return body
 
-    def full_choice(self, choice: Choice) -> dict[str, Any]:
+    def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
         if choice.tool_calls:
             message["content"] = choice.content or None
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in choice.tool_calls
-            ]
+            message["tool_calls"] = list(map(_call_body, choice.tool_calls))
         if choice.reasoning and self._has_reasoning:
             message |= dict.fromkeys(_REASONING, choice.reasoning)
         return self._choice(choice, "message", message)
@@ -314,7 +311,7 @@ class ChatWriter(CompletionWriter):
         top = [token_body(self._names, token) for token in position.top]
         return {**token_body(self._names, position.token), "top_logprobs": top}
 
-    def _choice(self, source: Choice | OutputEvent, name: str, shown: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, source: OutputEvent, name: str, shown: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": source.index, name: shown, "logprobs": None, "finish_reason": None}
         if self._body.logprobs:
             choice["logprobs"] = {"content": list(map(self._position, source.logprobs)), "refusal": None}
@@ -332,11 +329,15 @@ def token_body(names: TokenNames, token: TokenLogprob) -> dict[str, Any]:
     return {"token": names.name(token_id), "logprob": finite(token.logprob), "bytes": names.bytes(token_id)}
 
 
+def _call_body(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments_fragment}
+    return {"id": call.id, "type": "function", "function": function}
+
+
 def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:
-    function = {"arguments": piece.arguments_fragment}
     if piece.id is None:
-        return {"index": piece.index, "function": function}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
+        return {"index": piece.index, "function": {"arguments": piece.arguments_fragment}}
+    return {"index": piece.index, **_call_body(piece)}
 
 
 router = APIRouter(tags=["chat"], route_class=TurnRoute)
@@ -348,7 +349,5 @@ router = APIRouter(tags=["chat"], route_class=TurnRoute)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """A chat completion, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
-    sampling = body.sampling(exchange.engine.default_sampling)
     plan = await exchange.plan(body.call)
-    writer = ChatWriter(exchange, body, plan.prompt)
-    return await exchange.answer(exchange.chat_job(plan, sampling, writer.response_id), writer)
+    return await exchange.answer(plan, ChatWriter(exchange, body, plan.prompts[0]))

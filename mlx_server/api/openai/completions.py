@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from mlx_server.api.answers.collect import Choice, Usage
-from mlx_server.api.answers.generation import GenerationJob, OutputEvent, Prompt
+from mlx_server.api.answers.collect import Usage
+from mlx_server.api.answers.generation import OutputEvent, Plan, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
-from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import Exchange, open_exchange
@@ -25,8 +24,7 @@ from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import PositionLogprobs
-from mlx_server.request import TokenConstraint
-from mlx_server.sampling_params import MAX_LOGPROBS, SamplingParams
+from mlx_server.sampling_params import MAX_LOGPROBS
 
 MAX_SEQUENCES = 1024
 """Most completions of one request: prompts times samples."""
@@ -108,10 +106,10 @@ class TextWriter(CompletionWriter):
         only_prompt = Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_rounded_tokens)
         return super().usage(only_prompt if self._body.is_scoring else usage)
 
-    def full_choice(self, choice: Choice) -> dict[str, Any]:
-        body = self._choice(choice, choice.prompt_logprobs)
+    def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
+        body = self._choice(choice, choice.delta.prompt_logprobs)
         num_top = self._body.prompt_logprobs
-        found = None if num_top is None else prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
+        found = None if num_top is None else prompt_logprobs(self._names, choice.delta.prompt_logprobs, num_top)
         return {**body, "prompt_logprobs": found}
 
     def write_choice(self, event: OutputEvent) -> bytes:
@@ -128,7 +126,7 @@ class TextWriter(CompletionWriter):
     def _text(self, index: int, text: str) -> dict[str, Any]:
         return self._choice(OutputEvent(index, text), None)
 
-    def _choice(self, source: Choice | OutputEvent, known: Sequence[PositionLogprobs] | None) -> dict[str, Any]:
+    def _choice(self, source: OutputEvent, known: Sequence[PositionLogprobs] | None) -> dict[str, Any]:
         """`known` are the prompt's logprobs if the choice begins here, else None."""
         prompt = self._prompts[source.index // self._body.num_samples]
         is_scoring = self._body.is_scoring
@@ -180,28 +178,11 @@ router = APIRouter(tags=["completions"], route_class=TurnRoute)
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Completions of one or several prompts, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
-    sampling = body.sampling(exchange.engine.default_sampling)
     plan = await plan_text(exchange, body)
-    writer = TextWriter(exchange, body, plan.prompts)
-    return await exchange.answer(plan.job(exchange, sampling, writer.response_id), writer)
+    return await exchange.answer(plan, TextWriter(exchange, body, plan.prompts))
 
 
-@dataclass(frozen=True, slots=True)
-class TextPlan:
-    """Prompts and grammar, ready to generate. `end_token_ids` end the output as the model's own end tokens do."""
-
-    prompts: tuple[Prompt, ...]
-    end_token_ids: tuple[int, ...]
-    new_constraint: Callable[[], TokenConstraint] | None = None
-
-    def job(self, exchange: Exchange, sampling: SamplingParams, response_id: str) -> GenerationJob:
-        if self.end_token_ids and not sampling.ignore_eos:
-            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.end_token_ids))
-        job = exchange.job(self.prompts, sampling, response_id)
-        return replace(job, new_constraint=self.new_constraint, continues_text=True)
-
-
-async def plan_text(exchange: Exchange, body: CompletionRequest) -> TextPlan:
+async def plan_text(exchange: Exchange, body: CompletionRequest) -> Plan:
     """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
     engine, suffix = exchange.engine, body.suffix
     if not suffix:
@@ -215,21 +196,16 @@ async def plan_text(exchange: Exchange, body: CompletionRequest) -> TextPlan:
 
 async def plan_prompts(
     exchange: Exchange, write: Callable[[], tuple[Prompt, ...]], end_token_ids: tuple[int, ...] = ()
-) -> TextPlan:
+) -> Plan:
     """The plan for the prompts that `write` makes in a worker thread. Raises `InvalidRequestError`."""
     turn = exchange.turn
-    exchange.request.state.notes = ()
-
-    async def plan() -> TextPlan:
-        spec, prompts = await turn.in_thread(lambda: (exchange.body.structured(), write()))
-        if spec is None:
-            return TextPlan(prompts, end_token_ids)
-        grammars = exchange.engine.grammars
-        grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.requester)
-        exchange.request.state.notes = grammar.notes
-        return TextPlan(prompts, end_token_ids, grammar.start)
-
-    return await until_disconnect(exchange.request, plan())
+    spec, prompts = await turn.in_thread(lambda: (exchange.body.structured(), write()))
+    plan = Plan(prompts=prompts, end_token_ids=end_token_ids, continues_text=True)
+    if spec is None:
+        return plan
+    grammars = exchange.engine.grammars
+    grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.requester)
+    return replace(plan, new_constraint=grammar.start, notes=grammar.notes)
 
 
 def fill_writer(engine: AsyncEngine, param: str) -> FillWriter:

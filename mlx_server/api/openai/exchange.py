@@ -1,13 +1,12 @@
-"""One request to a generating route, in any protocol: its engine, its job, and its response.
+"""One request to a generating route, in any protocol: its engine, its plan, and its response.
 
-body -> open_exchange() -> Exchange -> GenerationJob -> Exchange.answer() with the protocol's Writer -> Response
+body -> open_exchange() -> Exchange -> Plan -> Exchange.answer() with the protocol's Writer -> Response
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,17 +14,17 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.answers.chat_plan import ChatPlan, Read
+from mlx_server.api.answers.chat_plan import Read
 from mlx_server.api.answers.collect import Answer, collect
-from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, Prompt
+from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, Plan, Prompt
 from mlx_server.api.answers.generation_service import lease_engine
-from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.access import caller_of
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ErrorInfo, error_info
 from mlx_server.api.http import sse
-from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
+from mlx_server.api.http.middleware import REQUEST_ID_HEADER
 from mlx_server.api.http.text_turns import TextTurn, turn_of
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
@@ -40,8 +39,12 @@ NOT_ENFORCED_HEADER = "x-schema-not-enforced"
 
 
 class Writer(Protocol):
-    """Writes the answer to one job in a protocol's format: complete, or as the events of a stream. For a stream, the
-    result of a method may be empty."""
+    """Writes one answer in a protocol's format: complete, or as the events of a stream. For a stream, the
+    result of a method may be empty. `keep_alive` is sent on a silent stream."""
+
+    response_id: str
+    keep_alive: bytes = sse.KEEP_ALIVE
+    media_type: str = sse.EVENT_STREAM
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed."""
@@ -55,7 +58,7 @@ class Writer(Protocol):
 
     def closing(self) -> bytes:
         """Returns what follows the last output."""
-        ...
+        return b""
 
     def failure(self, error: ErrorInfo) -> bytes:
         """Returns what ends a stream after an error: its status was sent long before."""
@@ -81,6 +84,7 @@ class Exchange:
     adapter: str | None
     caller: Caller
     request_id: str
+    sampling: SamplingParams
 
     @property
     def turn(self) -> TextTurn:
@@ -92,26 +96,74 @@ class Exchange:
         """The model's name in the answer."""
         return self.engine.names.with_adapter(self.adapter)
 
-    async def plan(self, read: Read) -> ChatPlan:
+    async def plan(self, read: Read) -> Plan:
         """Plans the chat that `read` makes of the body, in the request's turn. Raises `ServeError`."""
-        plan = await until_disconnect(self.request, self.context.chats.plan(self.engine, read, self.turn))
-        self.request.state.notes = plan.notes
-        return plan
+        return await self.context.chats.plan(self.engine, read, self.turn)
 
     async def render(self, read: Read) -> Prompt:
         """Returns the chat's prompt only, and counts its tokens as read for the caller's quota. Raises `ServeError`."""
-        prompt = await until_disconnect(self.request, self.context.chats.render(self.engine, read, self.turn))
+        prompt = await self.context.chats.render(self.engine, read, self.turn)
         self.context.quotas.add_read(self.caller, len(prompt.token_ids))
         return prompt
 
-    def job(self, prompts: Sequence[Prompt], sampling: SamplingParams, response_id: str) -> GenerationJob:
-        """Returns the job that generates the choices for each prompt, as plain text."""
+    async def answer(self, plan: Plan, writer: Writer) -> Response:
+        """Generates what is planned and returns the response, written by `writer`: streamed if the body asks for it.
+        Raises the `ServeError` that refuses the request, or that ends it before anything is sent."""
+        if not self.body.stream:
+            return await self._full_response(plan, writer)
+        keep_alive_s = self.context.config.server.sse_keep_alive_s
+        generation = await self._begin(plan, writer, keep_alive_s)
+
+        def close() -> None:
+            generation.close()
+            writer.close()
+
+        write_stream = partial(_write_stream, generation, writer)
+        headers = self._headers(plan)
+        return sse.EventStream(write_stream, keep_alive_s, close, headers, writer.keep_alive, writer.media_type)
+
+    async def _begin(self, plan: Plan, writer: Writer, timeout_s: float) -> Generation:
+        """Starts to generate and waits for the first output, but no longer than `timeout_s` (0: no limit), since a
+        stream must not be silent longer. Clients and routers decide by the status whether to retry, and the status
+        cannot change once the stream has begun."""
+        with contextlib.ExitStack() as undo:
+            generation = await self._start(plan, writer)
+            undo.callback(generation.close)
+            await generation.wait_for_output(timeout_s or None)
+            undo.pop_all()
+        return generation
+
+    async def _full_response(self, plan: Plan, writer: Writer) -> Response:
+        with contextlib.closing(await self._start(plan, writer)) as generation:
+            answer = await collect(generation, self.body.num_samples)
+        headers = self._headers(plan)
+
+        def write() -> Response:
+            return JSONResponse(writer.full_body(answer), headers=headers)
+
+        if self.sampling.logprobs is None and self.sampling.prompt_logprobs is None:
+            response = write()
+        else:  # 20 tokens at each of thousands of positions: would block the event loop, and all streams
+            response = await self.turn.in_thread(write)
+        await writer.settle()
+        return response
+
+    async def _start(self, plan: Plan, writer: Writer) -> Generation:
+        generation = await self.context.generations.start(self.engine, self._job(plan, writer.response_id))
+        self.request.state.is_counted = True
+        self.turn.end()
+        return generation
+
+    def _job(self, plan: Plan, response_id: str) -> GenerationJob:
+        sampling = self.sampling
+        if plan.end_token_ids and not sampling.ignore_eos:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *plan.end_token_ids))
         # Requests with different keys (isolation, salt) do not share prefixes.
         keys = self.caller.cache_keys(self.context.config.cache.isolation)
         return GenerationJob(
             request_id=self.request_id,
             response_id=response_id,
-            prompts=prompts,
+            plan=plan,
             sampling=sampling,
             n=self.body.num_samples,
             caller=self.caller,
@@ -120,72 +172,10 @@ class Exchange:
             adapter=self.adapter,
         )
 
-    def chat_job(self, plan: ChatPlan, sampling: SamplingParams, response_id: str) -> GenerationJob:
-        """Returns the job that answers a planned chat."""
-        return replace(
-            self.job([plan.prompt], sampling, response_id),
-            new_parser=plan.new_parser,
-            new_constraint=plan.new_constraint,
-            kept_token_ids=plan.kept_token_ids,
-            continues_text=plan.continues_text,
-            prediction_token_ids=plan.prediction_token_ids,
-        )
-
-    async def answer(
-        self, job: GenerationJob, writer: Writer, ping: bytes = sse.KEEP_ALIVE, media_type: str = sse.EVENT_STREAM
-    ) -> Response:
-        """Runs `job` and returns its response, written by `writer`: streamed if the body asks for it, with `ping` as
-        keep-alive. Raises the `ServeError` that refuses the job, or that ends it before anything is sent."""
-        if not self.body.stream:
-            return await self._full_response(job, writer)
-        keep_alive_s = self.context.config.server.sse_keep_alive_s
-        generation = await self._begin(job, keep_alive_s)
-
-        def close() -> None:
-            generation.close()
-            writer.close()
-
-        write_stream = partial(_write_stream, generation, writer)
-        return sse.event_stream(write_stream, keep_alive_s, close, self._headers, ping, media_type)
-
-    async def _begin(self, job: GenerationJob, timeout_s: float) -> Generation:
-        """Starts a job and waits for its first output, but no longer than `timeout_s` (0: no limit), since a stream
-        must not be silent longer. Clients and routers decide by the status whether to retry, and the status cannot
-        change once the stream has begun."""
-        with contextlib.ExitStack() as undo:
-            generation = await self._start(job)
-            undo.callback(generation.close)
-            await until_disconnect(self.request, generation.wait_for_output(timeout_s or None))
-            undo.pop_all()
-        return generation
-
-    async def _full_response(self, job: GenerationJob, writer: Writer) -> Response:
-        with contextlib.closing(await self._start(job)) as generation:
-            answer = await until_disconnect(self.request, collect(generation, job.n))
-        headers = self._headers
-
-        def write() -> Response:
-            return JSONResponse(writer.full_body(answer), headers=headers)
-
-        if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
-            response = write()
-        else:  # 20 tokens at each of thousands of positions: would block the event loop, and all streams
-            response = await self.turn.in_thread(write)
-        await writer.settle()
-        return response
-
-    async def _start(self, job: GenerationJob) -> Generation:
-        generation = await self.context.generations.start(self.engine, job)
-        self.request.state.is_counted = True
-        self.turn.end()
-        return generation
-
-    @property
-    def _headers(self) -> dict[str, str]:
+    def _headers(self, plan: Plan) -> dict[str, str]:
         """The response headers: the request id, schema keywords that are not enforced, and the load if a router asks
         for it."""
-        found = self.request.state.notes
-        notes = {NOT_ENFORCED_HEADER: ", ".join(found)} if found else {}
+        notes = {NOT_ENFORCED_HEADER: ", ".join(plan.notes)} if plan.notes else {}
         return {REQUEST_ID_HEADER: self.request_id, **notes, **load_headers(self.request.headers, self.engine.stats())}
 
 
@@ -206,7 +196,8 @@ async def open_exchange(
     adapter = context.pool.offer(body.model).adapter
     if body.open_schemas is None:
         body.open_schemas = context.config.server.open_schemas
-    return Exchange(request, context, body, engine, adapter, caller, request.state.request_id)
+    sampling = body.sampling(engine.default_sampling)
+    return Exchange(request, context, body, engine, adapter, caller, request.state.request_id, sampling)
 
 
 async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:

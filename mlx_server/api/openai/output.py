@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.api.answers.collect import Answer, Choice, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import OutputEvent
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.outputs import PositionLogprobs, RequestTimings
+from mlx_server.outputs import PositionLogprobs
 
 _MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -35,7 +35,8 @@ class CompletionWriter(Writer):
         }
         tokenizer = exchange.engine.tokenizer if exchange.engine.has_tokenizer else None
         self._names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
-        self._meter = UsageMeter(body.num_samples)
+        self._num_samples = body.num_samples
+        self._latest: dict[int, OutputEvent] = {}  # by choice index
         self._has_token_ids = bool(body.return_token_ids)
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
@@ -43,14 +44,14 @@ class CompletionWriter(Writer):
         self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
     @abstractmethod
-    def full_choice(self, choice: Choice) -> dict[str, Any]:
+    def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
         """Returns a choice of an answer that is not streamed."""
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         return {
             **self._head,
             "choices": [self.full_choice(choice) for choice in answer.choices],
-            **self._ending(answer.usage, answer.timings),
+            **self._ending(answer.choices),
         }
 
     def closing(self) -> bytes:
@@ -58,8 +59,7 @@ class CompletionWriter(Writer):
         usage."""
         if not self._has_usage:
             return sse.DONE
-        ending = self._ending(self._meter.total(), self._meter.timings())
-        return sse.data({**self._head, "choices": [], **ending}) + sse.DONE
+        return sse.data({**self._head, "choices": [], **self._ending(self._latest.values())}) + sse.DONE
 
     def failure(self, error: ErrorInfo) -> bytes:
         return sse.data(error.openai_body()) + sse.DONE
@@ -68,7 +68,7 @@ class CompletionWriter(Writer):
         """Returns one event of a stream."""
         body = {**self._head, "choices": [choice], **more}
         if self._has_usage:
-            body["usage"] = self.usage(self._meter.total()) if self._repeats_usage else None
+            body["usage"] = self._total(self._latest.values()) if self._repeats_usage else None
         return sse.data(body)
 
     def write(self, event: OutputEvent) -> bytes:
@@ -79,7 +79,7 @@ class CompletionWriter(Writer):
             if template is not None:
                 text = event.content or event.reasoning
                 return template.fill(text) if text else b""
-        self._meter.update(event)
+        self._latest[event.index] = event
         return self.write_choice(event)
 
     @abstractmethod
@@ -114,9 +114,13 @@ class CompletionWriter(Writer):
             },
         }
 
-    def _ending(self, usage: Usage, timings: RequestTimings | None) -> dict[str, Any]:
-        metrics = _metrics(timings, usage.num_output_tokens)
-        return {"usage": self.usage(usage), **({} if metrics is None else {"metrics": metrics})}
+    def _total(self, events: Collection[OutputEvent]) -> dict[str, Any]:
+        return self.usage(usage_of(events, self._num_samples))
+
+    def _ending(self, events: Collection[OutputEvent]) -> dict[str, Any]:
+        """Several choices have no common timings."""
+        metrics = _metrics(*events) if len(events) == 1 else None
+        return {"usage": self._total(events), **({} if metrics is None else {"metrics": metrics})}
 
 
 def cached_tokens(usage: Usage) -> dict[str, int]:
@@ -126,17 +130,18 @@ def cached_tokens(usage: Usage) -> dict[str, int]:
     return {"cached_tokens": usage.num_cached_tokens, **rounded}
 
 
-def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, float] | None:
-    """Timings of a request in milliseconds, without those of stages that it did not reach; None if the job has no
-    single timing.
+def _metrics(event: OutputEvent) -> dict[str, float] | None:
+    """Timings of a choice in milliseconds, by its last event, without those of stages that it did not reach; None
+    without a timing.
 
     `generation_time_ms` is the time from the first output token to the end, `mean_itl_ms` the mean gap between tokens.
     """
+    timings = None if event.finish is None else event.finish.timings
     if timings is None or timings.finished_s is None:
         return None
     first, end = timings.first_token_s, timings.finished_s
     generation_s = None if first is None else end - first
-    gaps = max(num_output_tokens - 1, 0)
+    gaps = max(event.delta.num_output_tokens - 1, 0)
     found = {
         "time_to_first_token_ms": _milliseconds(None if first is None else first - timings.arrival_s),
         "queue_time_ms": _milliseconds((timings.first_scheduled_s or end) - timings.arrival_s),

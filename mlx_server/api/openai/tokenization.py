@@ -17,10 +17,9 @@ from starlette.responses import JSONResponse, Response
 from mlx_server.api.answers.chat_plan import ChatCall
 from mlx_server.api.answers.generation import Prompt, Truncation
 from mlx_server.api.answers.generation_service import lease_engine
-from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.access import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
-from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import at_most
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.chat import ChatCompletionRequest, ChatFields, Messages, tool_use
@@ -30,7 +29,6 @@ from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
-from mlx_server.sampling_params import SamplingParams
 
 MAX_IDS = 1_000_000
 """Most ids of one `/detokenize` request: about a second in a thread, which slows down all streams."""
@@ -64,19 +62,18 @@ async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Re
     engine = await lease_engine(request, context.pool, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages.", "prompt")
-
-    async def read() -> Sequence[int]:
-        if body.prompt is None:
-            return (await context.chats.render(engine, body.call, turn)).token_ids
+    token_ids: Sequence[int]
+    if body.prompt is None:
+        token_ids = (await context.chats.render(engine, body.call, turn)).token_ids
+    else:
         text, add_special_tokens = body.prompt, body.add_special_tokens is not False
-        return await turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
+        token_ids = await turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
 
     def answer() -> Response:
         strings = engine.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
         counts = {"count": len(token_ids), "max_model_len": engine.max_model_len}
         return JSONResponse({**counts, "tokens": token_ids, "token_strs": strings})
 
-    token_ids = await until_disconnect(request, read())
     context.quotas.add_read(caller_of(request), len(token_ids))
     return await turn.in_thread(answer)
 
@@ -102,8 +99,7 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
             last = tokenizer.vocab_size - 1
             raise InvalidRequestError(f"tokens has the id {extreme}; ids are 0 to {last}.", "tokens")
     context.quotas.add_read(caller_of(request), len(body.tokens))
-    decoding = turn_of(request).in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    text = await until_disconnect(request, decoding)
+    text = await turn_of(request).in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return {"prompt": text, "text": text}
 
 
@@ -111,31 +107,27 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
 async def render_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """The prompt of a chat as token ids, with the parameters that would sample its answer."""
     exchange = await open_exchange(body, request, context, generates=False)
-    sampling = body.sampling(exchange.engine.default_sampling)
     prompt = await exchange.render(body.call)
-    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, prompt, sampling)))
+    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, prompt)))
 
 
 @router.post("/v1/completions/render", response_model=list[dict[str, Any]])
 async def render_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """The same for text completions: one entry a prompt."""
     exchange = await open_exchange(body, request, context, generates=False)
-    sampling = body.sampling(exchange.engine.default_sampling)
     plan = await plan_text(exchange, body)
     context.quotas.add_read(exchange.caller, sum(len(prompt.token_ids) for prompt in plan.prompts))
-    return await exchange.turn.in_thread(
-        lambda: JSONResponse([_rendered(exchange, prompt, sampling) for prompt in plan.prompts])
-    )
+    return await exchange.turn.in_thread(lambda: JSONResponse([_rendered(exchange, prompt) for prompt in plan.prompts]))
 
 
-def _rendered(exchange: Exchange, prompt: Prompt, sampling: SamplingParams) -> dict[str, Any]:
+def _rendered(exchange: Exchange, prompt: Prompt) -> dict[str, Any]:
     body = exchange.body
     return {
         "request_id": exchange.request_id,
         "model": exchange.model_name,
         "token_ids": list(prompt.token_ids),
         "features": None,
-        "sampling_params": {**dataclasses.asdict(sampling), "n": body.num_samples},
+        "sampling_params": {**dataclasses.asdict(exchange.sampling), "n": body.num_samples},
         "stream": bool(body.stream),
         "cache_salt": body.cache_salt,
         "priority": body.priority or 0,

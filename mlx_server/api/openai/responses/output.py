@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -48,33 +48,24 @@ class ResponseWriter(Writer):
         self,
         exchange: Exchange,
         request: ResponsesRequest,
-        sampling: SamplingParams,
         store: KeptResponses | None,
         input_items: tuple[KeptItem, ...],
     ) -> None:
         """`store` keeps the response and its `input_items` from the start; None keeps nothing."""
         # The id is a key to what is kept, so clients cannot choose it.
         self.response_id = f"resp_{uuid.uuid4().hex}"
-        self._first_body = {"id": self.response_id, **_head(exchange.model_name, request, sampling)}
+        self._first_body = {"id": self.response_id, **_head(exchange.model_name, request, exchange.sampling)}
         self._body = self._first_body
         self._store = store
         self._input_items = input_items
         self._items = OutputItems({tool.name: tool for tool in request.client_tools()})
-        self._meter = UsageMeter(1)
         self._numbers = itertools.count()
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
-        calls = [
-            ToolCallDelta(index, call.call_id, call.name, call.arguments)
-            for index, call in enumerate(choice.tool_calls)
-        ]
-        event = OutputEvent(
-            index=0, content=choice.content, reasoning=choice.reasoning, tool_calls=tuple(calls), finish=choice.finish
-        )
-        for _ in self._items.append(event):
+        for _ in self._items.append(choice):
             pass
-        self._body = self._ending(choice.finish, answer.usage)
+        self._body = self._ending(answer.finish, answer.usage)
         self._put()
         return self._body
 
@@ -83,10 +74,9 @@ class ResponseWriter(Writer):
         return self._with_body("response.created") + self._with_body("response.in_progress")
 
     def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
         written = b"".join(map(self._encode, self._items.append(event)))
         if event.finish is not None:
-            self._update(self._ending(event.finish, self._meter.total()))
+            self._update(self._ending(event.finish, usage_of([event])))
         return written
 
     def closing(self) -> bytes:

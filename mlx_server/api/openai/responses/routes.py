@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall
-from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.access import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
@@ -39,12 +39,10 @@ Store = Annotated[KeptResponses, Depends(_store_of)]
 async def create_response(body: ResponsesRequest, request: Request, context: Context, store: Store) -> Response:
     """A response, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
-    sampling = body.sampling(exchange.engine.default_sampling)
     reading = await _Reading.open(body, store)
     plan = await exchange.plan(reading.call)
     keeping = None if body.store is False else store
-    writer = ResponseWriter(exchange, body, sampling, keeping, reading.input_items)
-    return await exchange.answer(exchange.chat_job(plan, sampling, writer.response_id), writer)
+    return await exchange.answer(plan, ResponseWriter(exchange, body, keeping, reading.input_items))
 
 
 @router.post("/v1/responses/input_tokens")

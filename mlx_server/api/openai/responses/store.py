@@ -20,7 +20,7 @@ from typing import Any
 
 from mlx_server.api.errors import NotFoundError
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
-from mlx_server.api.shared_store import Script, SharedStore, StoreAwayError
+from mlx_server.api.shared_store import SharedStore, StoreAwayError
 from mlx_server.errors import OverloadedError
 
 Item = Mapping[str, Any]
@@ -201,7 +201,7 @@ local function use(id)
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now - ttl_ms)) do drop(id) end
 """
-_PUT = Script(
+_PUT = (
     _BEGIN
     + """
 local id, most, most_bytes, id_weight = ARGV[3], ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
@@ -215,7 +215,7 @@ for rank, id in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
 end
 """
 )
-_FIND = Script(
+_FIND = (
     _BEGIN
     + """
 local body = redis.call('HGET', KEYS[1], ARGV[3])
@@ -223,7 +223,7 @@ if body then use(ARGV[3]) end
 return body
 """
 )
-_FIND_ITEMS = Script(
+_FIND_ITEMS = (
     _BEGIN
     + """
 local wanted, num_wanted, bodies, num_bytes = {}, 0, {}, 0
@@ -248,7 +248,7 @@ end
 return bodies
 """
 )
-_DROP = Script(_BEGIN + "return drop(ARGV[3])")
+_DROP = _BEGIN + "return drop(ARGV[3])"
 
 
 class KeptResponses:
@@ -347,7 +347,7 @@ class KeptResponses:
         except StoreAwayError:
             self._shared.defer(_DROP, self._keys, [1000 * TTL_S, response_id])
 
-    async def _ask(self, script: Script, what: str, *args: Any) -> Any:
+    async def _ask(self, script: str, what: str, *args: Any) -> Any:
         try:
             return await self._run(script, *args)
         except StoreAwayError as error:
@@ -355,6 +355,6 @@ class KeptResponses:
                 f"The shared store does not answer, and the {what} is not kept on this server. Try again."
             ) from error
 
-    async def _run(self, script: Script, *args: Any) -> Any:
+    async def _run(self, script: str, *args: Any) -> Any:
         assert self._shared is not None
         return await self._shared.run(script, self._keys, [1000 * TTL_S, *args], TRANSFER_S)

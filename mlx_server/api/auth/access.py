@@ -1,0 +1,273 @@
+"""Who sent a request: its key, whether it comes from this machine, and which routes it may use. Requests are refused by
+host, origin and key before their bodies are read, and how much of a body is read is bounded.
+
+Admins have the admin key or a key of an admin tier. While the server asks for no key at all, programs on this machine
+are admins, too, and anyone who can connect may use the server. A browser connects for every page it has open: a page
+may bind its own name to our address (DNS rebinding), or send a form here. Both show in the headers that browsers send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections import Counter
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from fastapi import Depends
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_server.api.auth.keys import ADMIN_REMEDY, DISCOVERY, Caller, KeyRing
+from mlx_server.api.errors import error_info
+from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
+from mlx_server.config import ServerConfig
+from mlx_server.errors import AuthenticationError, PermissionDeniedError, QuotaExceededError, ServeError
+from mlx_server.setting import ANY_ORIGIN, parse_hosts, parse_origins
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_MAX_SHOWN_CHARS = 100
+_OWN_SITES = ("same-origin", "none")
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address that only this machine can connect to."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def local_url(host: str, port: int, scheme: str = "http") -> str:
+    """The URL at which programs on this machine reach a server that listens at `host`, or at all addresses."""
+    host = _EVERYWHERE.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether a request comes from a program on this machine, and not through a proxy or from a web page in a local
+    browser (which shows as a foreign `Origin`, or as a host name that was rebound to our address)."""
+    client, headers = scope.get("client"), Headers(scope=scope)
+    if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
+        return False
+    if not is_loopback(host_of(f"//{headers.get('host', '')}")):
+        return False
+    if headers.get("sec-fetch-site", "none") not in _OWN_SITES:
+        return False
+    origin = headers.get("origin")
+    return origin is None or is_loopback(host_of(origin))
+
+
+def host_of(url: str) -> str:
+    """The host in a URL, in lower case; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""Polled by supervisors, routers and scrapers."""
+
+PAGE_FILES = frozenset(
+    {"page.css", "page.js", "common.js", "admin.js", "chat.js", "markdown.js", "vendor/marked.esm.js"}
+)
+"""The files of the live page."""
+
+FREE_PATHS = PROBE_PATHS | {"/", "/dashboard"} | {f"/dashboard/{name}" for name in PAGE_FILES}
+"""Readable without a key. None of these shows what users wrote."""
+
+
+DISCOVERY_PATHS = PROBE_PATHS | {
+    *("/v1/models", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
+    *("/load", "/v1/loads", "/kv_event_sources"),
+}
+"""What routers read to find the models and the load of a server; the discovery key allows nothing else."""
+
+
+def check_discovery(caller: Caller, method: str, path: str) -> None:
+    """Raises `AuthenticationError` if the caller has the discovery key and does anything but read `DISCOVERY_PATHS`. A
+    router that adds the discovery key to requests also adds it for clients without a key of their own."""
+    is_listing = path in DISCOVERY_PATHS or path.startswith("/v1/models/")
+    if caller.identity == DISCOVERY and not (is_listing and method in ("GET", "HEAD")):
+        raise AuthenticationError(
+            f"The discovery key reads models, health and load; it may not {method} {path[:_MAX_SHOWN_CHARS]}. Send a "
+            "key of your own as `Authorization: Bearer KEY`; a router must pass it on."
+        )
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller, as `AccessMiddleware` identified it."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def sent_key(scope: Scope) -> str | None:
+    """The key in a request: `Authorization: Bearer` or `X-Api-Key`."""
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return token.strip()
+    return headers.get("x-api-key")
+
+
+def exposure_warning(host: str, keys: KeyRing) -> str | None:
+    """A warning if other machines can use the server without a key; None otherwise."""
+    if keys.requires_keys or is_loopback(host):
+        return None
+    return (
+        f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Create a key "
+        "with `mlx-serve keys create`, or set MLX_SERVE_SERVER_API_KEY, or listen on 127.0.0.1."
+    )
+
+
+async def require_admin(request: Request) -> None:
+    """Raises `AuthenticationError` for a request without a key, and `PermissionDeniedError` for a caller that is not an
+    admin."""
+    if caller_of(request).is_admin:
+        return
+    message = (
+        "This route is for admins. Send the admin key, or a key of a tier with `admin = true`, as `Authorization: "
+        f"Bearer KEY` or `X-Api-Key: KEY`. If there is neither, {ADMIN_REMEDY}. Programs on the same "
+        "machine need none only while the server asks for no key at all."
+    )
+    raise AuthenticationError(message) if sent_key(request.scope) is None else PermissionDeniedError(message)
+
+
+RequireAdmin = Depends(require_admin)
+"""For the `dependencies` of a router or a route."""
+
+
+MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
+"""Bytes of one key's bodies that are received and not parsed yet. The keys of a tier together may have twice as many.
+"""
+
+_RETRY_S = 1.0
+
+
+class HeldBody:
+    """The bytes of one request's body, counted from their arrival until they are parsed."""
+
+    def __init__(self, held: Counter[str], caller: Caller) -> None:
+        """`held` counts the bytes of all requests, by key and by tier."""
+        self._held = held
+        self._bounds = {f"key {caller.identity}": MAX_HELD_BYTES, f"tier {caller.tier.name}": 2 * MAX_HELD_BYTES}
+        self._num_bytes = 0
+        self.num_received = 0
+        """All bytes of the body so far, parsed or not."""
+
+    def add(self, num_bytes: int) -> None:
+        """Counts received bytes. Raises a 413 when the body is too large, and `QuotaExceededError` when the caller has
+        too many that are not parsed."""
+        self.num_received += num_bytes
+        if self.num_received > MAX_BODY_BYTES:
+            raise _too_large(self.num_received)
+        for owner, limit in self._bounds.items():
+            if self._held[owner] + num_bytes > limit:
+                raise QuotaExceededError(
+                    f"{self._held[owner]} bytes of bodies from the {owner} are not parsed yet; at most {limit} may "
+                    "wait. Send fewer large requests at a time.",
+                    _RETRY_S,
+                )
+        for owner in self._bounds:
+            self._held[owner] += num_bytes
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        """The bytes are parsed or dropped. Idempotent."""
+        for owner in self._bounds:
+            self._held[owner] -= self._num_bytes
+            if not self._held[owner]:
+                del self._held[owner]
+        self._num_bytes = 0
+
+
+class AccessMiddleware:
+    """Refuses requests by host, origin and key. It sets in the state of the others, until their answer is over:
+    `caller`, `held_body`, and `leases`, an `ExitStack` that releases what the request holds, like the model that it
+    keeps loaded."""
+
+    def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+        self._is_local_only = is_loopback(server.host)
+        self._hosts = frozenset(parse_hosts(server.allowed_hosts))
+        self._origins = frozenset(parse_origins(server.allowed_origins or ""))
+        self._held: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            caller = self._let_in(scope)
+        except ServeError as error:
+            return await error_info(error).response(scope["path"])(scope, receive, send)
+        body = HeldBody(self._held, caller)
+        with contextlib.ExitStack() as leases:
+            leases.callback(body.release)
+            scope.setdefault("state", {}).update(caller=caller, held_body=body, leases=leases)
+            await self._app(scope, _bounded(scope, receive, body), send)
+        return None
+
+    def _let_in(self, scope: Scope) -> Caller:
+        if self._is_local_only and not self._keys.requires_keys:
+            _check_names(Headers(scope=scope), self._hosts, self._origins)
+        if scope["path"] in FREE_PATHS or scope["method"] == "OPTIONS":
+            return Caller()
+        caller = self._keys.identify(sent_key(scope), is_local=is_local(scope))
+        check_discovery(caller, scope["method"], scope["path"])
+        return caller
+
+
+def _bounded(scope: Scope, receive: Receive, body: HeldBody) -> Receive:
+    """Raises a 413 once the declared or received body exceeds the limit, without reading the rest, and
+    `QuotaExceededError` while too many bytes of the caller are not parsed."""
+    declared = Headers(scope=scope).get("content-length", "")
+
+    async def bounded() -> Message:
+        if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+            raise _too_large(int(declared))
+        message = await receive()
+        body.add(len(message.get("body", b"")))
+        return message
+
+    return bounded
+
+
+def _too_large(num_bytes: int) -> HTTPException:
+    return HTTPException(413, f"The body has {num_bytes} bytes or more; this server reads at most {MAX_BODY_BYTES}.")
+
+
+def _check_names(headers: Headers, hosts: Collection[str], origins: Collection[str]) -> None:
+    """Raises `PermissionDeniedError` for a host name that is not this machine's, and for a page of another site."""
+    host = headers.get("host", "")
+    if host and not _is_ours(host_of(f"//{host}"), hosts):
+        raise PermissionDeniedError(
+            f"This server serves its own machine only, and the request names the host {host[:_MAX_SHOWN_CHARS]!r}: a "
+            "web page could use such a name to get in. Call it at 127.0.0.1 or localhost, name the host with "
+            "--allowed-hosts, or require keys (`mlx-serve keys create`)."
+        )
+    origin = headers.get("origin")
+    if not (origin is None or origin in origins or ANY_ORIGIN in origins or _is_own_page(origin, hosts)):
+        raise PermissionDeniedError(
+            f"Web pages of {origin[:_MAX_SHOWN_CHARS]!r} may not use this server. Allow them with --allowed-origins."
+        )
+
+
+def _is_own_page(origin: str, hosts: Collection[str]) -> bool:
+    """Whether the origin is a page of this machine, or an application with a scheme of its own, which no web page can
+    claim."""
+    scheme, _, _ = origin.partition("://")
+    return origin != "null" and (scheme not in ("http", "https") or _is_ours(host_of(origin), hosts))
+
+
+def _is_ours(host: str, hosts: Collection[str]) -> bool:
+    return is_loopback(host) or host in hosts
