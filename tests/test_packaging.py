@@ -77,11 +77,10 @@ def required(requirements: list[Requirement]) -> set[str]:
     found: dict[str, set[str]] = defaultdict(set)
     while requirements:
         wanted = requirements.pop()
-        name, new = canonicalize_name(wanted.name), wanted.extras - found.get(wanted.name, set())
-        is_new = name not in found
-        if (wanted.marker and not wanted.marker.evaluate({"extra": ""})) or not (is_new or new):
+        name = canonicalize_name(wanted.name)
+        if (wanted.marker and not wanted.marker.evaluate()) or (name in found and wanted.extras <= found[name]):
             continue
-        found[name] |= new
+        found[name] |= wanted.extras
         for line in metadata.requires(name) or []:
             inner = Requirement(line)
             if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in {"", *found[name]}):
@@ -96,10 +95,11 @@ def link_requirements(site: Path) -> None:
     here, wanted = Path(sysconfig.get_path("purelib")), required(list(DECLARED))
     owners, files = defaultdict(set), defaultdict(list)
     for distribution in metadata.distributions(path=[str(here)]):
+        name = canonicalize_name(distribution.name)
         for file in distribution.files or []:
             if file.parts[0] not in ("..", "__pycache__"):
-                owners[file.parts[0]].add(canonicalize_name(distribution.name))
-                files[canonicalize_name(distribution.name), file.parts[0]].append(file)
+                owners[file.parts[0]].add(name)
+                files[name, file.parts[0]].append(file)
     for top, names in owners.items():
         if names <= wanted:
             (site / top).symlink_to(here / top)
