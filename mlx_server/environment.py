@@ -1,4 +1,5 @@
-"""The process around the package: the installed version, and environment variables that libraries read on import."""
+"""The process around the package: the installed version, what installs an extra, and environment variables that
+libraries read on import."""
 
 from __future__ import annotations
 
@@ -12,6 +13,11 @@ def version() -> str:
         return metadata.version("mlx-server")
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def install_command(extra: str) -> str:
+    """What to run for the packages of an extra. There is no release on the package index, so it names the checkout."""
+    return f"pip install '.[{extra}]' (in the checkout)"
 
 
 def quiet_libraries() -> None:

@@ -23,6 +23,9 @@ from typing import Any
 TEMPLATE = Path(__file__).parents[1] / "packaging" / "homebrew" / "mlx-serve.rb"
 NAME = "mlx-server"
 ONLY_ON_A_MAC = "mlx-metal"
+STORED = re.compile(r"https://files\.pythonhosted\.org/packages/[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{60}/[^/]+")
+"""The URLs that Homebrew accepts: those of PyPI's JSON, not the short ones below `packages/source`."""
+
 OLDEST_MACOS = ("--platform", "macosx_14_0_arm64", "--python-version", "3.12", "--only-binary=:all:")
 """Wheels for macOS 14 also run on later versions."""
 
@@ -79,7 +82,11 @@ def downloads_of(report: Mapping[str, Any]) -> list[Download]:
 
 
 def filled(template: str, sdist: Download, resources: Iterable[Download]) -> str:
-    """The template with its downloads replaced by these."""
+    """The template with its downloads replaced by these. Raises `ValueError` for a URL that Homebrew would refuse."""
+    resources = list(resources)
+    for download in (sdist, *resources):
+        if not STORED.fullmatch(download.url):
+            raise ValueError(f"{download.name}: {download.url} is no URL of the form {STORED.pattern}")
     text = re.sub(r"  resource .*?\n  end\n\n", "", template, flags=re.DOTALL)
     text = re.sub(r'^  url ".*"', f'  url "{sdist.url}"', text, count=1, flags=re.MULTILINE)
     text = re.sub(r'^  sha256 ".*"', f'  sha256 "{sdist.sha256}"', text, count=1, flags=re.MULTILINE)

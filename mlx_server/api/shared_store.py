@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlx_server.environment import install_command
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import parse_store
 
@@ -59,7 +60,7 @@ class SharedStore:
             from redis.exceptions import RedisError
         except ImportError as error:
             raise ConfigError(
-                f"--shared-store needs the package {error.name}. Install it with `pip install 'mlx-server[fleet]'`."
+                f"--shared-store needs the package {error.name}. Install it: {install_command('fleet')}."
             ) from error
         self.name = parse_store(url)
         """The URL without secrets."""

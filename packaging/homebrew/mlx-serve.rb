@@ -4,7 +4,7 @@ class MlxServe < Formula
 
   desc "Local OpenAI-compatible LLM server with paged continuous batching"
   homepage "https://pypi.org/project/mlx-server/"
-  url "https://files.pythonhosted.org/packages/source/m/mlx-server/mlx_server-0.2.0.tar.gz"
+  url "https://files.pythonhosted.org/packages/00/00/000000000000000000000000000000000000000000000000000000000000/mlx_server-0.2.0.tar.gz"
   sha256 "0000000000000000000000000000000000000000000000000000000000000000"
   license "Apache-2.0"
 

@@ -68,5 +68,5 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_sent(monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'mlx-server[bench]'")):
+    with pytest.raises(ConfigError, match=re.escape("pip install '.[bench]'")):
         command.run(parser.parse_args(["--plot", str(tmp_path / "out.png")]))

@@ -73,7 +73,7 @@ def test_without_the_extra_the_text_part_is_loaded(folder: Path, monkeypatch: py
     monkeypatch.setattr(vlm, "is_installed", lambda: False)
     model, info = load_and_probe(folder)
     assert not isinstance(model, VlmModel)
-    assert "pip install 'mlx-server[vision]'" in info.no_vision
+    assert "pip install '.[vision]'" in info.no_vision
 
 
 def test_an_encoder_that_cannot_be_loaded_leaves_the_text_part(

@@ -171,7 +171,7 @@ def test_mlx_lms_code_comes_first_unless_the_model_is_to_see() -> None:
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vlm, "is_installed", lambda: False)
-    with pytest.raises(ModelLoadError, match=r"k2_horizon not supported.*pip install 'mlx-server\[vision\]'"):
+    with pytest.raises(ModelLoadError, match=r"k2_horizon not supported.*pip install '\.\[vision\]'"):
         model_classes({"model_type": "k2_horizon"})
     assert model_classes({"model_type": "qwen3"})[0].__module__ == "mlx_lm.models.qwen3"
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_server.bench.serve.client import RequestRecord
 from mlx_server.bench.serve.report import latencies_ms
+from mlx_server.environment import install_command
 from mlx_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ TITLES = (
 def check_plotting() -> None:
     """Raises `ConfigError` without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed. Install it with: pip install 'mlx-server[bench]'."
-        )
+        raise ConfigError(f"--plot needs matplotlib, which is not installed. Install it: {install_command('bench')}.")
 
 
 def write_charts(result: Mapping[str, Any], path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from mlx_server.config import FULL_KV, Config
 from mlx_server.engine.loading import PoolRoom
+from mlx_server.environment import install_command
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.executor import StepRunner
 from mlx_server.runtime.layers.sharding import Group
@@ -90,7 +91,7 @@ def check_shardable(config: Config) -> None:
     """Raises `ConfigError` for settings that do not work with several ranks, or were never tried. Loading checks the
     model itself (`shard_model`)."""
     if find_spec("msgspec") is None:
-        raise ConfigError("--tensor-parallel-size needs msgspec: install it with `pip install 'mlx-server[fleet]'`.")
+        raise ConfigError(f"--tensor-parallel-size needs msgspec. Install it: {install_command('fleet')}.")
     model, speculate = config.model, config.scheduler.speculate
     unfit: list[tuple[str, object, str]] = [
         ("adapter", model.adapter, "LoRA adapters are not split between ranks"),

@@ -28,6 +28,7 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.prefix_changes import CacheCleared, PrefixChange
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.prefixes.mirror import Announcement, MirroredBlock, PrefixMirror
+from mlx_server.environment import install_command
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig, parse_endpoint
 from mlx_server.kv_disk.disk import ModelRecords
@@ -52,7 +53,7 @@ _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 200
 _PAUSE_MS = 10
 _IDLE_S = 1.0
-_REMEDY = "Install it with `pip install 'mlx-server[fleet]'`."
+_REMEDY = f"Install it: {install_command('fleet')}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_server.environment import install_command
 from mlx_server.errors import UnsupportedError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -52,7 +53,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
     try:
         from PIL import Image, ImageOps  # of the extra `vision`
     except ImportError as error:
-        raise UnsupportedError("Images need Pillow: pip install 'mlx-server[vision]'.") from error
+        raise UnsupportedError(f"Images need Pillow: {install_command('vision')}.") from error
     try:
         image: Any = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size

@@ -15,6 +15,7 @@ from typing import Any
 
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.decoding import MAX_PIXELS, UnreadableImageError, decode
+from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,8 @@ class SeeingModel:
             model = cls(config, tokenizer, processor)
         except Exception as error:  # an incomplete folder can raise anything
             raise ModelLoadError(
-                f"Images cannot be prepared for {folder}: {error} Install 'mlx-server[vision]', and check that "
-                "preprocessor_config.json is there, or pull the model again."
+                f"Images cannot be prepared for {folder}: {error} Install the extra `vision`: "
+                f"{install_command('vision')}. Check that preprocessor_config.json is there, or pull the model again."
             ) from error
         if not model.image_token:
             raise ModelLoadError(

@@ -17,11 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
+from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.vision import ImageRows
 
 _PACKAGE = "mlx_vlm"
-INSTALL = "pip install 'mlx-server[vision]'"
+INSTALL = install_command("vision")
 
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")
 """The parts of a configuration that mlx-vlm's loader knows."""
