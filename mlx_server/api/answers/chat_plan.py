@@ -197,8 +197,8 @@ class ChatPlanner:
         return (await self._write(engine, read, turn)).prompt
 
     async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None) -> _Written:
-        """The call and its prompt; with a `dialect` and without a grammar, the plan as well. One turn in a thread makes
-        all of it, or two turns with the images prepared between them."""
+        """The call and its prompt, and the plan if there is a `dialect` and the call needs no grammar. Without images,
+        one turn in a thread makes all of it; with images, two turns, and the images are prepared between them."""
         seeing, owner = engine.vision, turn.requester.key
         parts = None if seeing is None else ImageParts()
 
@@ -241,7 +241,7 @@ class _Written:
 
 
 def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None) -> _Written:
-    """Writes the prompt of an owner's call. A text that is far too long for the context is tokenized in part only."""
+    """Renders and tokenizes the prompt of `call` for `owner`. A text that is far too long for the context is tokenized in part only."""
     tokenizer, max_model_len = engine.tokenizer, engine.max_model_len
 
     def cut(text: str) -> str:

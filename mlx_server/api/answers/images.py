@@ -41,10 +41,10 @@ MAX_WAIT_S = 30.0
 
 MAX_REDIRECTS = 3
 MAX_PREPARED_BYTES = 1024 * 2**20
-"""Of the inputs made from one request's images, which stay in memory while it waits."""
+"""The most bytes of inputs made from one request's images, which stay in memory while it waits."""
 
 MAX_HELD_BYTES = 2048 * 2**20
-"""Of the inputs of all open requests' images: beyond this, no image is prepared."""
+"""The most bytes of inputs from images of all open requests: beyond this, no image is prepared."""
 
 _HELD_RETRY_S = 5.0
 _NUM_THREADS = 3
