@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape
+from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsInPlace, RowsShape
 from mlx_server.runtime.kernels.gpu.choice import decode_failure, shared_failure, write_failure
 from mlx_server.runtime.kernels.gpu.kernels import (
     DecodeKernels,
@@ -29,7 +29,7 @@ from mlx_server.runtime.kernels.gpu.kernels import (
 )
 from mlx_server.runtime.kernels.gpu.plan import Cut, GpuMetadata, Launches
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
-from mlx_server.runtime.kernels.gpu.rows import GpuRows, RowKernels, attend_rows, read_rows, row_failure
+from mlx_server.runtime.kernels.gpu.rows import RowKernels, attend_rows, read_rows, row_failure
 from mlx_server.runtime.kernels.gpu.variants import (
     DecodeShape,
     KernelVariant,
@@ -172,7 +172,7 @@ class GpuBackend:
                 )
         rows = mx.zeros(shape, dtype)
         if self._row_failures[kind] is None and rows.size >= SMALL_ARRAY:
-            return GpuRows(self._row_kernels, rows)
+            return RowsInPlace(self._row_kernels, rows)
         return PlainRows(rows)
 
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
