@@ -32,14 +32,7 @@ class RowKernels:
 
     def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
         self._read, self._write = (
-            make_kernel(
-                name=text.name,
-                input_names=list(text.inputs),
-                output_names=list(text.outputs),
-                source=text.body,
-                header=header,
-                ensure_row_contiguous=False,  # a pool must never be copied
-            )
+            text.make(make_kernel, header, is_contiguous=False)  # a pool must never be copied
             for text in ROW_TEXTS
         )
 
