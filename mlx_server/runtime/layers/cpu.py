@@ -193,23 +193,18 @@ def _install_norm(module: Any, library: Any, engine: Any) -> bool:
 class _Turning(_Native):
     _rotation: Any
 
-    def _turned(self, x: mx.array, offset: int | mx.array) -> mx.array | None:
-        if isinstance(offset, int):
-            offset = mx.array(offset)
-        turned: mx.array | None = self._library.rope(self._engine, x, offset, self._rotation)
-        return turned
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        position = mx.array(offset) if isinstance(offset, int) else offset
+        y: mx.array | None = self._library.rope(self._engine, x, position, self._rotation)
+        return super().__call__(x, offset) if y is None else y  # type: ignore[misc]
 
 
 class _RoPE(_Turning, nn.RoPE):  # type: ignore[misc]
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        y = self._turned(x, offset)
-        return super().__call__(x, offset) if y is None else y
+    pass
 
 
 class _Llama3RoPE(_Turning, Llama3RoPE):  # type: ignore[misc]
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        y = self._turned(x, offset)
-        return super().__call__(x, offset) if y is None else y
+    pass
 
 
 def _install_rope(module: Any, library: Any, engine: Any) -> bool:
