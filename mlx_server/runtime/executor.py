@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep, FairShare
-from mlx_server.runtime.layers.fused_layers import MAX_ROWS
+from mlx_server.runtime.layers.cpu import MAX_ROWS
 from mlx_server.runtime.memory import resident_memory
 from mlx_server.runtime.model_runner import LaunchedStep
 

@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.layers import fused_layers
+from mlx_server.runtime.layers import cpu
 from mlx_server.runtime.layers.cpu import install_native
 from tests.architectures import config_of
 from tests.conformance import Subject, answer
@@ -35,7 +35,7 @@ def installed(architecture: str, bits: int | None = None, **settings: int) -> Su
 
 
 def fused(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, fused_layers._Block)]
+    return [module for module in model.modules() if isinstance(module, cpu._Block)]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(
     prompts, max_tokens = random_prompts((40, 1, 9, 80)), (3, 5, 2, 4)
     answers = []
     for max_rows in (64, 0):
-        monkeypatch.setattr(fused_layers, "MAX_ROWS", max_rows)
+        monkeypatch.setattr(cpu, "MAX_ROWS", max_rows)
         subject = installed(architecture, bits)
         with subject.make_llm(attention_backend="cpu", max_num_batched_tokens=96) as llm:
             answers.append([(one.token_ids, one.logprobs) for one in answer(llm, prompts, max_tokens).completions])
@@ -93,7 +93,7 @@ def test_the_known_form_is_its_code_and_what_its_names_stand_for() -> None:
         __call__ = FunctionType(llama.MLP.__call__.__code__, {"swiglu": nn.silu})
 
     made = [kind.__new__(kind) for kind in (Same, Other, Renamed)]
-    assert [fused_layers._has_code_of(module, llama.MLP) for module in made] == [True, False, False]
+    assert [cpu._has_code_of(module, llama.MLP) for module in made] == [True, False, False]
 
 
 def test_quantised_k_v_and_attention_by_group_take_a_layers_own_code(calls: list[int]) -> None:

@@ -15,8 +15,7 @@ from replay.order import Unordered, copied_updates, num_pool_uses, unordered
 from replay.record import record_drafting
 from replay.traffic import Drafting
 
-from mlx_server.runtime.cache.row_pool import Slots
-from mlx_server.runtime.kernels.gpu.rows import GpuRows
+from mlx_server.runtime.cache.row_pool import RowsInPlace, Slots
 
 
 def found_pairs(graph: Graph, num_splits: int = 6) -> list[Unordered]:
@@ -60,13 +59,13 @@ def test_bursts_of_a_models_own_head() -> None:
 
 
 def test_rows_that_are_read_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = GpuRows.read
+    read = RowsInPlace.read
 
-    def forgetful(rows: GpuRows, slots: Slots) -> object:
+    def forgetful(rows: RowsInPlace, slots: Slots) -> object:
         token = rows._memory.token
         result = read(rows, slots)
         rows._memory.token = token
         return result
 
-    monkeypatch.setattr(GpuRows, "read", forgetful)
+    monkeypatch.setattr(RowsInPlace, "read", forgetful)
     assert Unordered("kernel row_read", "kernel row_write") in found_pairs(head_steps())

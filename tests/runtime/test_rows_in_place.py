@@ -19,8 +19,8 @@ from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, StateLayerCache
 from mlx_server.runtime.cache.layers import discover_layers
-from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, Slots
-from mlx_server.runtime.kernels.cpu.attention import CpuBackend, NativeRows
+from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, RowsInPlace, Slots
+from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
@@ -287,7 +287,7 @@ def test_an_engine_on_a_cpu_never_moves_its_states(architecture: str) -> None:
 def test_writes_and_reads_that_wait_keep_their_order() -> None:
     """Nothing is evaluated until the end, and each reading is of the writes before it."""
     rows = CpuBackend(threads=1).make_rows((6, 1000), mx.float32)
-    assert isinstance(rows, NativeRows)
+    assert isinstance(rows, RowsInPlace)
     (array, _), readings = rows.arrays(), []
     for value in range(1, 40):
         rows.write(Slots(np.array([value % 5, 5])), mx.full((2, 1000), value))

@@ -256,19 +256,8 @@ class StateView(ArraysCache):  # type: ignore[misc]
     def cache(self) -> list[mx.array | None]:
         return [self[index] for index in range(len(self._store.entries))]
 
-    @property
-    def state(self) -> tuple[list[mx.array | None], None, None]:
-        return self.cache, None, None
-
-    @property
-    def batch_size(self) -> int:
-        return self._group.num_requests
-
     def make_mask(self, N: int) -> None:
         """Nothing is padded."""
-
-    def advance(self, N: int) -> None:
-        return None
 
     def empty(self) -> bool:
         return self[0] is None

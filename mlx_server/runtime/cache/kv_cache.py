@@ -17,6 +17,7 @@ from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, 
 from mlx_server.runtime.attention.seam import AttendsItself
 from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
 from mlx_server.runtime.cache.row_pool import KvBits, MakeRows, Rows, Slots, rotate
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
 
 
 class PagedLayerCache(AttendsItself):
@@ -362,8 +363,10 @@ class PagedKVCache:
             states.copy(sources, destinations)
 
     def check_moves(self) -> int:
-        """The number of K or V buffers that MLX has copied since the first call. Waits for launched steps."""
-        return sum(pool.check_moves() for pool in self.pools)
+        """The number of K or V buffers that MLX has copied since the first call; 0 if there is no GPU. Waits for
+        launched steps."""
+        contents = [pool.contents[0] for pool in self.pools]
+        return sum(content.check_moves() for content in contents if isinstance(content, GpuPool))
 
     def state(self) -> list[mx.array]:
         """The arrays to evaluate with a step, so that its K/V and states are written."""

@@ -16,7 +16,6 @@ from typing import Any
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
 from mlx_server.runtime.cache.row_pool import KvBits, RowPool
-from mlx_server.runtime.kernels.gpu.pool import GpuPool
 
 _MAX_GROUPS = 12
 """More groups waste less memory in a last group that is not full, but each has its own block table in every step."""
@@ -80,11 +79,6 @@ class LayerPool:
 
     def release(self) -> None:
         self.contents.clear()
-
-    def check_moves(self) -> int:
-        """As `GpuPool.check_moves`; 0 for other pools."""
-        content = self.contents[0]
-        return content.check_moves() if isinstance(content, GpuPool) else 0
 
     def _show(self, content: Any) -> None:
         sides = (content.keys, content.values) if self.is_viewed else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -180,6 +181,79 @@ class PlainRows:
     def _array(self) -> mx.array:
         array = self._memory.array
         return array if array.shape == self._shape else array.reshape(self._shape)
+
+
+class RowOperations(Protocol):
+    """Read and write rows of an array where it lies. `pool` is the beginning of that array, and `token` is the one of
+    the use before. MLX cannot see what they write."""
+
+    def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
+        """Rows `[..., *row]` at slots `[...]`, and the token of this use."""
+        ...
+
+    def write(self, pool: mx.array, slots: Slots, rows: mx.array, token: mx.array) -> mx.array:
+        """Writes rows `[N, ...]` of the array's type to its slots `[N]`; returns the token of this use."""
+        ...
+
+
+@dataclass(slots=True)
+class _Chained:
+    """An array that is never replaced, its first rows in the same memory, and the token of its last use.
+
+    Kernels get the first rows, because MLX ends a command buffer after a number of elements of inputs.
+    """
+
+    array: mx.array
+    handle: mx.array
+    token: mx.array
+
+
+class RowsInPlace:
+    """Unquantised rows that kernels of a GPU, or nodes of the native library, read and write where they lie.
+
+    MLX cannot see that they write into the array. So each of them takes the token of the last use as an input and
+    returns a new one: the tokens are a chain through all uses of the memory, in any shape, across steps.
+    """
+
+    needs_synchronous_steps = False
+
+    def __init__(self, operations: RowOperations, array: mx.array) -> None:
+        """`array` has at least one row, and at least `SMALL_ARRAY` numbers if kernels get it."""
+        token = mx.zeros((1,), mx.int32)
+        mx.eval(array, token)
+        handle = array[: -(-SMALL_ARRAY // max(1, math.prod(array.shape[1:])))]
+        mx.eval(handle)
+        self._operations = operations
+        self._memory = _Chained(array, handle, token)
+        self._shape = array.shape
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
+        memory = self._memory
+        rows = rows.astype(memory.array.dtype)
+        memory.token = self._operations.write(memory.handle, slots, rows, memory.token)
+
+    def read(self, slots: Slots) -> mx.array:
+        memory = self._memory
+        rows, memory.token = self._operations.read(memory.handle, slots, self._shape[1:], memory.token)
+        return rows
+
+    def take(self, slots: Slots) -> RowsInPlace:
+        mx.eval(self._memory.token)  # what was written is there
+        return RowsInPlace(self._operations, self._memory.array.reshape(self._shape)[slots.array])
+
+    def parts(self) -> Sequence[Rows]:
+        return [self]
+
+    def view(self, shape: RowsShape) -> RowsInPlace:
+        view = copy(self)
+        view._shape = shape
+        return view
+
+    def arrays(self) -> list[mx.array]:
+        return [self._memory.array, self._memory.token]
+
+    def tokens(self) -> list[mx.array]:
+        return [self._memory.token]
 
 
 class QuantizedRows:

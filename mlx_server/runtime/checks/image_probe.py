@@ -15,8 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.request import PromptImage
-from mlx_server.runtime.checks.probe import TOLERANCES, relative_error
-from mlx_server.runtime.checks.trial import TrialRequests
+from mlx_server.runtime.checks.probe import TOLERANCES, TrialRequests, relative_error
 from mlx_server.runtime.layers.adapters import is_adapted
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.vlm import VlmModel

@@ -20,7 +20,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.attention.regroup import Scope
-from mlx_server.runtime.checks.trial import TrialRequests
+from mlx_server.runtime.checks.probe import TrialRequests
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend

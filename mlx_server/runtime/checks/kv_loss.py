@@ -15,7 +15,7 @@ from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.cache.layers import attention_specs
 from mlx_server.runtime.cache.row_pool import KvBits
-from mlx_server.runtime.checks.trial import TrialRequests
+from mlx_server.runtime.checks.probe import TrialRequests
 from mlx_server.runtime.layers.adapters import NONE
 from mlx_server.runtime.model_runner import ModelRunner
 

@@ -24,6 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.utils import infer_quant_config
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.drafts.head_families import FAMILIES, Config, HeadFamily
@@ -265,18 +266,14 @@ def _experts(weights: dict[str, mx.array], mlp: str, name: str) -> Iterator[mx.a
         number += 1
 
 
-def _packing(weights: Mapping[str, mx.array], path: str, module: Any) -> bool | dict[str, int]:
+def _packing(weights: dict[str, mx.array], path: str, module: Any) -> bool | dict[str, Any]:
     """The quantisation of a module's weights, derived from their shapes."""
     name = path.removeprefix("model.")
-    scales = weights.get(f"{name}.scales")
-    if scales is None:
-        return False
-    depth = module.weight.shape[-1]
-    bits = 32 * weights[f"{name}.weight"].shape[-1] // depth
-    return {"bits": bits, "group_size": depth // scales.shape[-1]}
+    packing: dict[str, Any] | None = infer_quant_config(name, module, weights) if f"{name}.scales" in weights else None
+    return packing or False
 
 
-def _quantize(head: HeadModel, settings: object, chosen: Callable[[str, Any], bool | dict[str, int]]) -> None:
+def _quantize(head: HeadModel, settings: object, chosen: Callable[[str, Any], bool | dict[str, Any]]) -> None:
     """Quantises the head as the model's `settings` say, where `chosen` and the shapes allow it."""
     if not isinstance(settings, dict):
         return

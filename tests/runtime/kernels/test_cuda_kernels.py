@@ -22,11 +22,11 @@ from emulator.kernel import text_name
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
 from mlx_server.runtime.attention.interface import LayerSpec
-from mlx_server.runtime.cache.row_pool import Slots
+from mlx_server.runtime.cache.row_pool import RowsInPlace, Slots
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, KV_WRITE, read_text
-from mlx_server.runtime.kernels.gpu.rows import ROW_TEXTS, GpuRows, RowKernels
+from mlx_server.runtime.kernels.gpu.rows import ROW_TEXTS, RowKernels
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
 from tests.attention_worlds import EIGHT, EIGHT_FOUR, FOUR
 
@@ -192,7 +192,7 @@ def test_every_kernel_compiles(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32], ids=str)
 def test_kernels_that_move_rows_compile(dtype: mx.Dtype, tmp_path: Path) -> None:
     kernels = RecordedKernels()
-    rows = GpuRows(RowKernels(kernels, read_text(PRELUDE)), mx.zeros((4, 3, 7), dtype))
+    rows = RowsInPlace(RowKernels(kernels, read_text(PRELUDE)), mx.zeros((4, 3, 7), dtype))
     slots = Slots(np.array([2, 1], np.int32))
     rows.write(slots, rows.read(slots))
     assert kernels.launched == {text.name for text in ROW_TEXTS}
@@ -218,7 +218,8 @@ def test_the_kernels_tests_run_on_the_gpu_that_is_there(
     backend = make_backend()
     assert type(backend) is kind
     monkeypatch.setattr(gpu_backend, "write_failure", lambda made, spec: str(made.make(KV_WRITE, {})))
-    backend.make_pool(LayerSpec(2, 64, 64, mx.float32), 1)
+    with pytest.raises(RuntimeError, match="cannot be written in place"):
+        backend.make_pool(LayerSpec(2, 64, 64, mx.float32), 1)
     assert kernels.header == (read_text(PRELUDE) if name == "cuda" else "")
     kernel_maker()(name="alone", header="", input_names=[], output_names=[], source="")
     with pytest.raises(pytest.skip.Exception, match="needs Linux and MLX on the CPU"):

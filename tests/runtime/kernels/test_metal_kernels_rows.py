@@ -13,10 +13,10 @@ from emulator.errors import EmulatorError
 from emulator.kernel import Emulator
 from emulator.worlds import kernel_maker, make_backend, toolchain
 
-from mlx_server.runtime.cache.row_pool import PlainRows, QuantizedRows, Slots
+from mlx_server.runtime.cache.row_pool import PlainRows, QuantizedRows, RowsInPlace, Slots
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import host_view
-from mlx_server.runtime.kernels.gpu.rows import GpuRows, RowKernels, row_failure
+from mlx_server.runtime.kernels.gpu.rows import RowKernels, row_failure
 
 WRONG_NUMBERS = "wrong numbers"
 SLOTS = (7, 0, 11, 4, 3)
@@ -45,7 +45,7 @@ def use(
     before = random_rows((NUM_SLOTS, *row), dtype)
     mx.eval(before)
     wanted = np.array(bits_of(before))
-    rows = GpuRows(RowKernels(emulator.metal_kernel if emulator else kernel_maker()), before)
+    rows = RowsInPlace(RowKernels(emulator.metal_kernel if emulator else kernel_maker()), before)
     written = random_rows((len(slots), *row), dtype, 1)
     wanted[list(slots)] = bits_of(written)
     rows.write(numbered(slots), written)
@@ -106,7 +106,7 @@ def test_offsets_have_64_bits(kernel: str) -> None:
     far = Slots(np.array([2**31 - 1], np.int32))
     for old, kind in ((None, "out of bounds"), ("int64_t(slots[row])", "undefined behaviour")):
         mutations = {} if old is None else {kernel: ((old, "slots[row]"),)}
-        rows = GpuRows(RowKernels(Emulator(toolchain(), mutations=mutations).metal_kernel), mx.zeros((4, 129)))
+        rows = RowsInPlace(RowKernels(Emulator(toolchain(), mutations=mutations).metal_kernel), mx.zeros((4, 129)))
         with pytest.raises(EmulatorError) as caught:
             rows.write(far, mx.ones((1, 129))) if kernel == "row_write" else rows.read(far)
         assert caught.value.kind == kind
@@ -118,7 +118,7 @@ def test_one_kernel_of_each_kind_serves_every_number_of_rows() -> None:
     kernels = RowKernels(emulator.metal_kernel)
     assert row_failure(kernels, 24, mx.float32) is None
     warm = set(emulator.sources)
-    rows = GpuRows(kernels, mx.zeros((300, 4, 6)))
+    rows = RowsInPlace(kernels, mx.zeros((300, 4, 6)))
     for count in (1, 2, 9, 64):
         slots = Slots(np.arange(count, dtype=np.int32))
         rows.write(slots, mx.ones((count, 4, 6)))
@@ -146,7 +146,7 @@ class Recorder:
 
 def test_every_use_takes_the_token_of_the_one_before_in_whichever_shape() -> None:
     recorder = Recorder()
-    rows = GpuRows(RowKernels(recorder), mx.zeros((4, 6)))
+    rows = RowsInPlace(RowKernels(recorder), mx.zeros((4, 6)))
     view = rows.view((8, 3))
     _, token = rows.arrays()
     rows.write(numbered((1,)), mx.ones((1, 6)))
@@ -162,7 +162,7 @@ def test_every_use_takes_the_token_of_the_one_before_in_whichever_shape() -> Non
 
 
 def test_rows_that_are_taken_are_others() -> None:
-    rows = GpuRows(RowKernels(kernel_maker()), mx.arange(24).reshape(4, 6))
+    rows = RowsInPlace(RowKernels(kernel_maker()), mx.arange(24).reshape(4, 6))
     taken = rows.take(numbered((3, 3, 0)))
     rows.write(numbered((3,)), mx.zeros((1, 6), mx.int32))
     assert taken.read(numbered((0, 2))).tolist() == [list(range(18, 24)), list(range(6))]

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy.typing as npt
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import Rows, RowsShape, Slots, group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import Rows, RowsInPlace, RowsShape, Slots, group_size_of, side_bits
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError
 from mlx_server.runtime.kernels.sharing import Readers, find_runs
@@ -83,6 +81,7 @@ class CpuBackend:
             raise NativeBuildError(native.why_missing())
         self._native: Any = library
         self._engine = native.engine(self.threads)
+        self._row_operations = NativeRowOperations(library)
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> CpuPool:
         """Raises `ValueError` unless the layer is float32, and `OSError` when the system refuses the memory."""
@@ -100,7 +99,7 @@ class CpuBackend:
         return CpuPool(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values), memory)
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        return NativeRows(self._native, mx.zeros(shape, dtype))
+        return RowsInPlace(self._row_operations, mx.zeros(shape, dtype))
 
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:
         """Raises `ValueError` beyond the size that the pool was made for."""
@@ -182,58 +181,20 @@ class CpuBackend:
         return [pool.last_use.token]
 
 
-@dataclass(slots=True)
-class _Memory:
-    """An array that is never replaced, and the token of its last use."""
+class NativeRowOperations:
+    """The `RowOperations` of a CPU: nodes of the native library."""
 
-    array: mx.array
-    token: mx.array
-
-
-class NativeRows:
-    """Rows `[num_slots, ...]` that nodes of the native library read and write where they lie.
-
-    MLX does not know that a node writes into the array. So each node that reads or writes it takes the token of the use
-    before and returns one of its own: a chain through all uses of the memory, in any shape, across steps.
-    """
-
-    needs_synchronous_steps = False
-
-    def __init__(self, library: Any, array: mx.array) -> None:
-        mx.eval(array)
+    def __init__(self, library: Any) -> None:
         self._library = library
-        self._memory = _Memory(array, mx.array([0]))
-        self._shape = array.shape
 
-    def write(self, slots: Slots, rows: mx.array) -> None:
-        memory = self._memory
-        memory.token = self._library.write_rows(
-            rows.astype(memory.array.dtype), memory.array, slots.padded, memory.token
-        )
+    def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
+        shape, count = [*slots.numbers.shape, *row], slots.numbers.size
+        result: tuple[mx.array, mx.array] = self._library.read_rows(pool, slots.padded, shape, token, count)
+        return result
 
-    def read(self, slots: Slots) -> mx.array:
-        memory, numbers = self._memory, slots.numbers
-        shape = [*numbers.shape, *self._shape[1:]]
-        rows: mx.array
-        rows, memory.token = self._library.read_rows(memory.array, slots.padded, shape, memory.token, numbers.size)
-        return rows
-
-    def take(self, slots: Slots) -> NativeRows:
-        return NativeRows(self._library, self.read(slots))
-
-    def parts(self) -> Sequence[Rows]:
-        return [self]
-
-    def view(self, shape: RowsShape) -> NativeRows:
-        view = copy(self)
-        view._shape = shape
-        return view
-
-    def arrays(self) -> list[mx.array]:
-        return [self._memory.array, self._memory.token]
-
-    def tokens(self) -> list[mx.array]:
-        return [self._memory.token]
+    def write(self, pool: mx.array, slots: Slots, rows: mx.array, token: mx.array) -> mx.array:
+        after: mx.array = self._library.write_rows(rows, pool, slots.padded, token)
+        return after
 
 
 def _buffer(memory: Any, num_bytes: int) -> Any:

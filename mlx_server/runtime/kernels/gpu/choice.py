@@ -33,7 +33,7 @@ from mlx_server.runtime.kernels.gpu.variants import (
     unsupported_reason,
 )
 from mlx_server.runtime.kernels.sharing import Readers, Run
-from mlx_server.runtime.kernels.trials import exact_kv, exact_rows
+from mlx_server.runtime.kernels.trials import KERNEL_TOLERANCES, exact_kv, exact_rows
 
 _KERNEL_FILES = ("paged_decode.msl", "paged_reduce.msl")
 _SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
@@ -83,9 +83,6 @@ def _document(shape: DecodeShape, variant: KernelVariant) -> dict[str, Any]:
 
 
 _STEPS = 8
-_TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Wide, because MLX may round float32 products to TF32, and this test only looks for wrongly compiled kernels."""
-
 _ROUNDING = 1e-3
 """The error allowed after quantising and back, for compilers that divide inexactly. The smallest step of an exact row
 is about 8 times as large."""
@@ -177,7 +174,7 @@ def _failure(
             (found,) = read_rows(reader, pool, Gather.of(Seen(slice(row, row + 1), rows[None], 0, context, "causal")))
             wanted = attend_rows(queries[row : row + 1], found, scores)
             error = float(mx.abs(out[row] - wanted[0].astype(mx.float32)).max())
-            if not error <= _TOLERANCE[shape.dtype]:
+            if not error <= KERNEL_TOLERANCES[shape.dtype]:
                 return f"attention over a context of {context} is off by {error:.2g}"
     return None
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
+from types import MappingProxyType
 
 import mlx.core as mx
 
@@ -49,6 +50,29 @@ class KernelText:
     def body(self) -> str:
         """The body without its comments, because MLX hashes it at every call and searches it for argument names."""
         return re.sub(r"[ ]*//[^\n]*", "", read_text(f"{self.name}.msl"))
+
+    def make(
+        self,
+        make_kernel: MakeKernel,
+        header: str = "",
+        sizes: Mapping[str, int | bool] = MappingProxyType({}),
+        types: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_contiguous: bool = True,
+    ) -> Kernel:
+        """Makes the kernel with `sizes` as constants and `types` as names of types in its text, because MLX would
+        process template arguments at each launch. They are in its name, too, because CUDA tells kernels apart by their
+        names. Strided inputs are copied to be contiguous unless `is_contiguous` is False."""
+        constants = [f"typedef {kind} {name};" for name, kind in types.items()]
+        constants += [f"constexpr {type(size).__name__} {name} = {int(size)};" for name, size in sizes.items()]
+        return make_kernel(
+            name="__".join([self.name, *types.values(), *(str(int(size)) for size in sizes.values())]),
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=" ".join([*constants, self.body]),  # in one line, so that compilers report the body's lines
+            header=header,
+            ensure_row_contiguous=is_contiguous,
+        )
 
 
 KV_WRITE = KernelText(
@@ -91,17 +115,8 @@ class PagedKernels:
         self._numbers: dict[float, mx.array] = {}
 
     def make(self, text: KernelText, sizes: Mapping[str, int | bool]) -> Kernel:
-        """Makes one kernel with `sizes` as constants in its text, because MLX would process template arguments at each
-        launch. The sizes are in its name, too, because CUDA tells kernels apart by their names."""
-        constants = " ".join(f"constexpr {type(size).__name__} {name} = {int(size)};" for name, size in sizes.items())
-        return self._make_kernel(
-            name="__".join([text.name, *(str(int(size)) for size in sizes.values())]),
-            input_names=list(text.inputs),
-            output_names=list(text.outputs),
-            source=f"{constants} {text.body}",  # in one line, so that compilers report the body's lines
-            header=self._header,
-            ensure_row_contiguous=True,  # rows may be strided; pools never are, and would otherwise be copied
-        )
+        """Makes one kernel with `sizes`. Rows may be strided; pools never are, and would otherwise be copied."""
+        return text.make(self._make_kernel, self._header, sizes)
 
     def of_pool(self, spec: LayerSpec) -> PoolKernels:
         """The kernels that write and gather for layers like `spec`."""

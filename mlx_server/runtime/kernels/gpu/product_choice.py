@@ -32,7 +32,7 @@ from mlx_server.runtime.kernels.gpu.products import (
 )
 from mlx_server.runtime.kernels.gpu.stored import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.variants import DTYPES
-from mlx_server.runtime.kernels.trials import median_times
+from mlx_server.runtime.kernels.trials import KERNEL_TOLERANCES, median_times
 from mlx_server.runtime.layers.products import RowProduct, install_products
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ _CHAIN_BYTES = 256 * 2**20
 """The bytes of weights in a measurement: more than fit in caches."""
 
 _MAX_LAYERS = 32
-_TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Relative to the largest result. Wide, because MLX may round; this test only looks for wrongly compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +190,7 @@ def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> st
         whole = product(x, _MAX_ROWS, weights)
         wanted = mlx_product(shape, layer)(x).astype(mx.float32)
         error = float(mx.abs(whole.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
-        if not error <= _TOLERANCE[shape.dtype]:
+        if not error <= KERNEL_TOLERANCES[shape.dtype]:
             return f"it is off by {error:.2g} of the largest result"
         for count in range(1, _MAX_ROWS):
             if not _same_bits(product(x[:count], count, weights), whole[:count]):

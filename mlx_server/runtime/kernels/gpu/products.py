@@ -183,7 +183,7 @@ class ProductKernels:
 
     def __init__(self, make_kernel: MakeKernel) -> None:
         self._make_kernel = make_kernel
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._products: dict[tuple[Form, ProductShape], FormProduct] = {}
 
     @classmethod
@@ -207,19 +207,11 @@ class ProductKernels:
             "ACROSS": cut.across,
             "SLICES": cut.slices,
         }
-        dtype = dtype_name(shape.dtype)
-        name = "__".join([shared.text.name, dtype, *map(str, sizes.values())])
-        if name not in self._kernels:
-            constants = " ".join(f"constexpr int {size} = {value};" for size, value in sizes.items())
-            self._kernels[name] = self._make_kernel(
-                name=name,
-                input_names=list(shared.text.inputs),
-                output_names=list(shared.text.outputs),
-                source=f"typedef {_TYPES[shape.dtype]} T; {constants} {shared.text.body}",
-                header=read_text(shared.header),
-                ensure_row_contiguous=True,
-            )
-        return self._kernels[name]
+        key = form, shape.dtype, *sizes.values()
+        if key not in self._kernels:
+            types = {"T": _TYPES[shape.dtype]}
+            self._kernels[key] = shared.text.make(self._make_kernel, read_text(shared.header), sizes, types)
+        return self._kernels[key]
 
 
 _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}

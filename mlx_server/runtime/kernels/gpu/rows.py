@@ -1,19 +1,17 @@
-"""Arrays of rows on a GPU that kernels write in place, for recurrent states and for K/V that are read by group. Also
-attention over gathered K/V, for prompt chunks and for decodes that no kernel supports.
-"""
+"""The kernels that write rows in place, for recurrent states and for K/V that are read by group. Also attention
+over gathered K/V, for prompt chunks and for decodes that no kernel supports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, Rows, RowsShape, Slots
+from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, RowsInPlace, RowsShape, Slots
 from mlx_server.runtime.kernels.gpu.kernels import KernelText, MakeKernel, PoolKernels, Scores
 from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
@@ -30,23 +28,16 @@ _STEPS = 8
 
 
 class RowKernels:
-    """The kernels that read and write rows. MLX thread."""
+    """The kernels that read and write rows: the `RowOperations` of a GPU. MLX thread."""
 
     def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
         self._read, self._write = (
-            make_kernel(
-                name=text.name,
-                input_names=list(text.inputs),
-                output_names=list(text.outputs),
-                source=text.body,
-                header=header,
-                ensure_row_contiguous=False,  # a pool must never be copied
-            )
+            text.make(make_kernel, header, is_contiguous=False)  # a pool must never be copied
             for text in ROW_TEXTS
         )
 
     def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns rows `[..., *row]` at slots `[...]` of the pool, and the token of this use."""
+        """As `RowOperations.read`."""
         rows, token_out = self._read(
             inputs=[pool, slots.padded, token],
             output_shapes=[(*slots.numbers.shape, *row), (1,)],
@@ -56,72 +47,13 @@ class RowKernels:
         return rows, token_out
 
     def write(self, pool: mx.array, slots: Slots, rows: mx.array, token: mx.array) -> mx.array:
-        """Writes contiguous rows `[N, ...]` of the pool's type to its slots `[N]`; returns the token of this use."""
+        """As `RowOperations.write`."""
         return self._write(
-            inputs=[rows, pool, slots.padded, token],
+            inputs=[mx.contiguous(rows), pool, slots.padded, token],
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
             **_launch(pool.dtype, math.prod(rows.shape[1:]), rows.shape[0]),
         )[0]
-
-
-@dataclass(slots=True)
-class _Chained:
-    """An array that is never replaced, its first rows in the same memory, and the token of its last use.
-
-    Kernels get the first rows, because MLX ends a command buffer after a number of elements of inputs.
-    """
-
-    array: mx.array
-    handle: mx.array
-    token: mx.array
-
-
-class GpuRows:
-    """Rows `[num_slots, ...]` that kernels read and write in place.
-
-    MLX cannot see that a kernel writes into the array. So each launch that reads or writes it takes the token of the
-    last use as an input and returns a new one: the tokens are a chain through all uses of the memory, in any shape,
-    across steps.
-    """
-
-    needs_synchronous_steps = False
-
-    def __init__(self, kernels: RowKernels, array: mx.array) -> None:
-        token = mx.zeros((1,), mx.int32)
-        mx.eval(array, token)
-        handle = array[: -(-SMALL_ARRAY // math.prod(array.shape[1:]))]
-        mx.eval(handle)
-        self._kernels = kernels
-        self._memory = _Chained(array, handle, token)
-        self._shape = array.shape
-
-    def write(self, slots: Slots, rows: mx.array) -> None:
-        memory = self._memory
-        rows = mx.contiguous(rows.astype(memory.array.dtype))
-        memory.token = self._kernels.write(memory.handle, slots, rows, memory.token)
-
-    def read(self, slots: Slots) -> mx.array:
-        memory = self._memory
-        rows, memory.token = self._kernels.read(memory.handle, slots, self._shape[1:], memory.token)
-        return rows
-
-    def take(self, slots: Slots) -> GpuRows:
-        return GpuRows(self._kernels, self._memory.array.reshape(self._shape)[slots.array])
-
-    def parts(self) -> Sequence[Rows]:
-        return [self]
-
-    def view(self, shape: RowsShape) -> GpuRows:
-        view = copy(self)
-        view._shape = shape
-        return view
-
-    def arrays(self) -> list[mx.array]:
-        return [self._memory.array, self._memory.token]
-
-    def tokens(self) -> list[mx.array]:
-        return [self._memory.token]
 
 
 def row_failure(kernels: RowKernels, size: int, dtype: mx.Dtype) -> str | None:
@@ -130,7 +62,7 @@ def row_failure(kernels: RowKernels, size: int, dtype: mx.Dtype) -> str | None:
     Writes two slots repeatedly, reads them back after every write, and submits all of this without waiting, so that a
     write that is lost or in the wrong order makes a reading wrong.
     """
-    rows = GpuRows(kernels, mx.zeros((max(3, -(-SMALL_ARRAY // size)), size), dtype))
+    rows = RowsInPlace(kernels, mx.zeros((max(3, -(-SMALL_ARRAY // size)), size), dtype))
     (array, _), slots = rows.arrays(), Slots(np.array([2, 1], np.int32))
     address = buffer_address(array)
     readings = []
@@ -182,12 +114,8 @@ class GatheredRows:
 
 def read_rows(kernels: PoolKernels, pool: GpuPool, gather: Gather) -> Iterator[GatheredRows]:
     """Gathers, and yields K and V for each of `gather.seen`. Replaces the pool's token, so that later writes wait for
-    it; if the pool is scattered, MLX gathers and orders its own operations."""
-    if pool.memory.is_scattered:
-        rows = gather.rows[: gather.num_rows]
-        keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
-    else:
-        keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
+    it."""
+    keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
     start = 0
     for seen in gather.seen:
         sequences, heads, blocks = seen.rows.shape

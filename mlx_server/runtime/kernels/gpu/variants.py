@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -119,19 +119,13 @@ def check_variant(shape: DecodeShape, variant: KernelVariant) -> None:
 
 
 def default_variant(shape: DecodeShape) -> KernelVariant:
-    """A variant that works on every GPU: no spilled registers, 128 to 256 threads, no idle lanes."""
-    lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
-    part = max(shape.key_dim, shape.value_dim) // lanes
-    max_heads = max(2, _FLOATS_PER_LANE // part)
-    heads = -(-shape.group_size // -(-shape.group_size // max_heads))
+    """A variant that works on every GPU: no spilled registers, 128 to 256 threads, no idle lanes. Like the shared one,
+    with no more heads and simdgroups than the shape needs."""
+    full = shared_variant(shape)
+    heads = -(-shape.group_size // -(-shape.group_size // full.heads_per_simdgroup))
     head_simdgroups = min(MAX_SIMDGROUPS, -(-shape.group_size // heads))
     streams = max(1, min(4, MAX_SIMDGROUPS // head_simdgroups))
-    return KernelVariant(
-        heads_per_simdgroup=heads,
-        simdgroups=head_simdgroups * streams,
-        lanes_per_row=lanes,
-        rows_ahead=max(1, min(4, _FLOATS_PER_LANE // part)),
-    )
+    return replace(full, heads_per_simdgroup=heads, simdgroups=head_simdgroups * streams)
 
 
 _MAX_TILE_BYTES = 16384
