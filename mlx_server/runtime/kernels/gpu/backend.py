@@ -174,7 +174,7 @@ class GpuBackend:
     def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPool:
         """Raises as `make_pool` does."""
         self._check_writes(spec)
-        return GpuPool(self._one_of(spec), pool.memory)
+        return GpuPool(self._one_of(spec), pool.memory, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:
         if self.by_row:

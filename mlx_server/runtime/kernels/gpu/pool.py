@@ -36,12 +36,12 @@ class GpuPool:
     num_kv_heads, words]`: the codes, scales and biases of each block and head, in the layout of
     `kv_write_quantized.msl`.
 
-    A view is another pool in the same memory, with that memory's `keys` and `values`; several of its blocks fill one
-    block there.
+    A view is another pool in the same memory; `num_parts` of its blocks fill one block of the memory.
     """
 
     spec: LayerSpec
     memory: PoolMemory
+    num_parts: int = 1
     _num_moves: int = 0
     _addresses: tuple[int, int] | None = None
 
@@ -60,11 +60,11 @@ class GpuPool:
 
     @property
     def keys(self) -> mx.array:
-        return self.memory.keys
+        return self._shaped(self.memory.keys, 0)
 
     @property
     def values(self) -> mx.array:
-        return self.memory.values
+        return self._shaped(self.memory.values, 1)
 
     def change(self, change: PoolChange) -> None:
         """Moves blocks, shrinks or grows the pool, by copying it once. The memory of the old arrays is free when this
@@ -94,6 +94,12 @@ class GpuPool:
             self._num_moves += sum(a != b for a, b in zip(now, self._addresses))
         self._addresses = now
         return self._num_moves
+
+    def _shaped(self, array: mx.array, side: int) -> mx.array:
+        """The memory's array of K (`side` 0) or V (1) in this pool's shape. It is contiguous, so not copied."""
+        if self.num_parts == 1:
+            return array
+        return array.reshape(_shapes(self.spec, self.num_parts * array.shape[0])[side])
 
 
 def _shapes(spec: LayerSpec, num_blocks: int) -> list[tuple[int, ...]]:
