@@ -19,6 +19,7 @@ from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
 from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
 from mlx_server.runtime.cache.row_pool import KvBits, Slots
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
+from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 
 # --- what fits in a block -------------------------------------------------------------------------------------------
 
@@ -195,6 +196,18 @@ def test_layers_that_share_a_pool_see_what_they_see_alone(name: str) -> None:
     assert len(got) == len(wanted) == 9
     for ours, alone in zip(got, wanted):
         np.testing.assert_array_equal(ours, alone)
+
+
+@pytest.mark.parametrize("fails", [LARGE, SMALL])
+def test_where_kernels_cannot_write_for_one_kind_mlx_writes_for_all(
+    fails: LayerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_backend, "write_failure", lambda _, spec: "cannot" if spec == fails else None)
+    backend = make_backend()
+    got = attend_all(backend, None, is_shared=True)
+    assert backend.needs_synchronous_steps
+    for ours, alone in zip(got, attend_all(ReferenceBackend(), None, is_shared=False), strict=True):
+        np.testing.assert_allclose(ours, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [None, KvBits(8, 8)], ids=str)

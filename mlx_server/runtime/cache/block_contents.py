@@ -101,10 +101,13 @@ class BlockContents:
 
     def refusal(self) -> str | None:
         """The reason why blocks cannot be copied, None if they can."""
-        is_on_gpu = any(isinstance(pool.contents[0], GpuPool) for pool in self._cache.pools)
-        if is_on_gpu and not mx.metal.is_available():
+        contents = [pool.contents[0] for pool in self._cache.pools]
+        if any(isinstance(content, GpuPool) for content in contents):
             # Without unified memory, MLX moves a buffer when the host reads it.
-            return f"the {self._cache.backend.name} backend's memory is not the host's"
+            if any(isinstance(content, GpuPool) and content.memory.is_scattered for content in contents):
+                return f"the {self._cache.backend.name} attention backend does not write K/V in place"
+            if not mx.metal.is_available():
+                return f"the {self._cache.backend.name} backend's memory is not the host's"
         return None
 
     def dtype(self) -> str | None:

@@ -218,8 +218,7 @@ def test_the_kernels_tests_run_on_the_gpu_that_is_there(
     backend = make_backend()
     assert type(backend) is kind
     monkeypatch.setattr(gpu_backend, "write_failure", lambda made, spec: str(made.make(KV_WRITE, {})))
-    with pytest.raises(RuntimeError, match="cannot be written in place"):
-        backend.make_pool(LayerSpec(2, 64, 64, mx.float32), 1)
+    backend.make_pool(LayerSpec(2, 64, 64, mx.float32), 1)
     assert kernels.header == (read_text(PRELUDE) if name == "cuda" else "")
     kernel_maker()(name="alone", header="", input_names=[], output_names=[], source="")
     with pytest.raises(pytest.skip.Exception, match="needs Linux and MLX on the CPU"):

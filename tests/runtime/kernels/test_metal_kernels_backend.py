@@ -15,12 +15,11 @@ from emulator.kernel import Emulator, text_name
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
-from mlx_server.runtime.kernels.gpu.pool import buffer_address
+from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, HEAD_DIMS, DecodeShape, KernelVariant
 from tests.attention_worlds import EIGHT
 from tests.device_memory import active_bytes
@@ -212,6 +211,15 @@ def test_kernels_get_one_block_of_a_pool_and_reach_all_of_it(bits: KvBits | None
         assert set(handles_of(recorder)) == {(1, buffer_address(pool.keys))}
 
 
+def test_where_mlx_writes_kernels_get_the_arrays_that_it_made() -> None:
+    pool = GpuPool.make(SPEC, NUM_BLOCKS)
+    pool.scatter()
+    assert pool.memory.handles == (pool.keys, pool.values)
+    pool.change(PoolChange(4))
+    assert pool.memory.is_scattered
+    assert pool.memory.handles == (pool.keys, pool.values)
+
+
 def test_pools_stay_where_they_are_over_a_thousand_steps_one_ahead() -> None:
     """Two requests take turns in the same blocks; each step's input depends on the one before, as in decoding."""
     backend = make_backend()
@@ -277,6 +285,7 @@ def test_every_self_test_passes(dtype: mx.Dtype, dim: int) -> None:
     backend.warm_up(spec, NUM_HEADS, sinks=mx.zeros((NUM_HEADS,), dtype))
     backend.warm_up(spec, NUM_HEADS)
     assert backend.supports(spec, NUM_HEADS) is None
+    assert not backend.needs_synchronous_steps
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
@@ -339,25 +348,43 @@ def faulty(mutations: dict[str, tuple[tuple[str, str], ...]]) -> MetalBackend:
         ),
     ],
 )
-def test_where_writes_fail_another_backend_is_used(
-    kernel: str, old: str, new: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_writes_that_fail_are_replaced_by_scatters(
+    kernel: str, old: str, new: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(backends._FACTORIES, "cpu", lambda: faulty({kernel: ((old, new),)}))
-    assert backends.choose_backend("auto", [SPEC]).name == "reference"
-    assert caplog.messages == [
-        f"The cpu attention backend is not used: RuntimeError: K/V cannot be written in place: {reason}."
-    ]
+    backend = faulty({kernel: ((old, new),)})
+    with caplog.at_level(logging.WARNING):
+        outs = attend_all(backend)
+    check_equal(outs, attend_all(ReferenceBackend()))
+    assert backend.needs_synchronous_steps
+    assert caplog.messages == [f"metal cannot write K/V in place, so steps are not submitted ahead: {reason}"]
+    assert not make_backend().needs_synchronous_steps
 
 
-def test_rows_that_no_kernel_writes_are_refused() -> None:
+def test_rows_that_no_kernel_writes_are_scattered(caplog: pytest.LogCaptureFixture) -> None:
+    backend = make_backend()
     spec = LayerSpec(num_kv_heads=2, key_dim=33, value_dim=32, dtype=mx.float32)
-    with pytest.raises(RuntimeError, match="rows of 33 and 32 elements cannot be moved in fours"):
-        make_backend().make_pool(spec, NUM_BLOCKS)
+    with caplog.at_level(logging.WARNING):
+        outs = attend_all(backend, spec)
+    check_equal(outs, attend_all(ReferenceBackend(), spec))
+    assert backend.needs_synchronous_steps
+    assert "rows of 33 and 32 elements cannot be moved in fours" in caplog.messages[0]
 
 
-def test_layers_with_keys_only_have_a_pool() -> None:
-    spec = LayerSpec(num_kv_heads=1, key_dim=64, value_dim=0, dtype=mx.float32)
-    assert make_backend().make_pool(spec, NUM_BLOCKS).values.size == 0
+def test_scatters_do_not_copy_a_pool_when_steps_wait() -> None:
+    """Build a step, wait for the one before, submit: the pools stay where they are."""
+    backend = faulty({"kv_write": (("if (first < KEY_DIM)", "if (first < 0)"),)})
+    spec = LayerSpec(num_kv_heads=2, key_dim=72, value_dim=72, dtype=mx.float32)  # no emulated kernel, which waits
+    pool = backend.make_pool(spec, NUM_BLOCKS)
+    pool.check_moves()
+    running: list[mx.array] = []
+    for seed, (num_decodes, chunks) in enumerate(STEPS * 5):
+        step = step_of(chunks, num_decodes)
+        rows = step_rows(seed, spec, NUM_HEADS, step.num_tokens)
+        out = backend.attend(pool, *rows, backend.plan(step), scale=0.2)
+        mx.eval(running)
+        mx.async_eval(out, *backend.state(pool))
+        running = [out]
+    assert pool.check_moves() == 0
 
 
 def test_a_decode_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

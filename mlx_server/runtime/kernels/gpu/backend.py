@@ -14,6 +14,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
 from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsInPlace, RowsShape
@@ -57,12 +58,11 @@ class GpuBackend:
     """An `AttentionBackend` whose pools are written and read in place. MLX thread.
 
     Call `warm_up` for each kind of layer before serving: kernels that fail their test there are not used. If the decode
-    kernel is wrong or there is none, decodes gather their rows instead. If in-place writes fail, there is no pool: the
-    next backend is used.
+    kernel is wrong or there is none, decodes gather their rows instead. If in-place writes fail, MLX scatters rows (see
+    `needs_synchronous_steps`), and quantised K/V are refused.
     """
 
     name: str
-    needs_synchronous_steps = False
     prelude: str | None = None
     """The file with the header of each kernel; None if it has none."""
 
@@ -88,13 +88,19 @@ class GpuBackend:
         self._variants: dict[DecodeShape, KernelVariant] = {}
         self._shared_variants: dict[DecodeShape, KernelVariant | None] = {}
         self._refusals: dict[DecodeShape, str] = {}
-        self._writes: set[LayerSpec] = set()
+        self._write_failures: dict[LayerSpec, str | None] = {}
         self._row_failures: dict[tuple[int, mx.Dtype], str | None] = {}
         self._layers: dict[tuple[LayerSpec, int, float, mx.Dtype | None], _Layer] = {}
 
     def _most_cores(self) -> int:
         """The number of cores to assume if none is given."""
         return 128
+
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        """True if pools are written by scatter. A step may then be built while another runs, but must be submitted
+        after that one has finished, or MLX copies every pool in every step. Known after `make_pool`."""
+        return any(reason is not None for reason in self._write_failures.values())
 
     def supports(self, spec: LayerSpec, num_query_heads: int) -> str | None:
         """The reason why decodes of such a layer gather rows; None if the decode kernel supports them."""
@@ -112,7 +118,7 @@ class GpuBackend:
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """Compiles and tests every kernel that such a layer can use. Raises as `make_pool` does."""
-        self._check_writes(spec)
+        self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
         scores = Scores(shape.key_dim**-0.5, sinks)
         failure = self._prove(shape, self._variant(shape), scores, self._variants, decode_failure)
@@ -144,9 +150,11 @@ class GpuBackend:
         return None
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
-        """Raises `RuntimeError` for K/V that kernels cannot write."""
-        self._check_writes(spec)
-        return GpuPool.make(self._one_of(spec), num_blocks)
+        """Raises `RuntimeError` for quantised K/V that kernels cannot write, since MLX cannot scatter them."""
+        pool = GpuPool.make(self._one_of(spec), num_blocks)
+        if not self._writes(spec):
+            pool.scatter()
+        return pool
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
         """Rows of zeros, written in place; plain rows if kernels cannot write them, with one warning for each kind, or
@@ -172,8 +180,10 @@ class GpuBackend:
         return pool
 
     def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPool:
-        """Raises as `make_pool` does."""
-        self._check_writes(spec)
+        """If kernels cannot write for such layers, MLX writes for all layers that share the pool. So the first views of
+        a pool must be made before anything is written."""
+        if not self._writes(spec):
+            pool.scatter()
         return GpuPool(self._one_of(spec), pool.memory, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:
@@ -199,7 +209,11 @@ class GpuBackend:
         except KeyError:
             layer = self._layers[kind] = self._layer(pool.spec, queries.shape[1], Scores(scale, sinks))
         if keys is not None and values is not None:
-            layer.pool.write(pool, keys, values, metadata.slots)
+            if pool.memory.is_scattered:
+                slots = metadata.slots[: metadata.step.num_tokens]
+                pool.write(slots // BLOCK_SIZE, slots % BLOCK_SIZE, keys[:, :, 0], values[:, :, 0])
+            else:
+                layer.pool.write(pool, keys, values, metadata.slots)
         if layer.decodes is None or layer.cut is None:
             return _joined(_attend_gathered(layer, pool, queries, metadata, window, sinks, longer_than=0))
         launches = metadata.launches(layer.cut, window)
@@ -255,16 +269,16 @@ class GpuBackend:
         self._refusals[shape] = reason
         logger.warning("%s decodes gather K/V instead of reading it in place: %s", self.name, reason)
 
-    def _check_writes(self, spec: LayerSpec) -> None:
-        """Tests the kernels that write for such layers at the first call. Raises as `make_pool` does. Layers with keys
-        only are read by group, which is without these kernels."""
-        if spec in self._writes or not spec.value_dim:
-            return
-        failure = write_failure(self._kernels, spec)
-        if failure is not None:
-            kind = "" if spec.bits is None else f" of {spec.bits.words}"
-            raise RuntimeError(f"K/V{kind} cannot be written in place: {failure}")
-        self._writes.add(spec)
+    def _writes(self, spec: LayerSpec) -> bool:
+        """Whether kernels write for such layers, as found by a test at the first call. Raises as `make_pool` does."""
+        if spec not in self._write_failures:
+            failure = write_failure(self._kernels, spec)
+            if failure is not None and spec.bits is not None:
+                raise RuntimeError(f"K/V of {spec.bits.words} cannot be written in place: {failure}")
+            self._write_failures[spec] = failure
+            if failure is not None:
+                logger.warning("%s cannot write K/V in place, so steps are not submitted ahead: %s", self.name, failure)
+        return self._write_failures[spec] is None
 
 
 _Part = tuple[int, mx.array]

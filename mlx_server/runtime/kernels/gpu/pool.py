@@ -17,7 +17,8 @@ class PoolMemory:
     """The arrays of K and of V that a pool and its views share.
 
     MLX cannot see that a kernel writes into them. So each kernel that reads or writes them takes `token` as an input
-    and replaces it: the tokens are a chain through all uses of the memory, across steps. The value of a token is 0.
+    and replaces it: the tokens are a chain through all uses of the memory, across steps. The value of a token is 0. If
+    the memory `is_scattered`, MLX writes into it, because kernels cannot write for some layer that uses it.
 
     Kernels get `handles`: the first blocks of K and V, in the same memory. MLX ends a command buffer after a number of
     elements of inputs, and a whole pool as an input would end one at every kernel. MLX does not count the memory that a
@@ -28,6 +29,12 @@ class PoolMemory:
     values: mx.array
     token: mx.array
     handles: tuple[mx.array, mx.array]
+    is_scattered: bool = False
+
+    def keep(self, keys: mx.array, values: mx.array) -> None:
+        """Sets the arrays after MLX has written into them. MLX writes in place only if nothing else refers to the
+        memory, so the handles become the arrays themselves."""
+        self.keys, self.values = self.handles = keys, values
 
 
 @dataclass(slots=True)
@@ -66,6 +73,18 @@ class GpuPool:
     def values(self) -> mx.array:
         return self._shaped(self.memory.values, 1)
 
+    def scatter(self) -> None:
+        """Lets MLX write into this memory from now on."""
+        self.memory.is_scattered = True
+        self.memory.keep(self.memory.keys, self.memory.values)
+
+    def write(self, blocks: mx.array, offsets: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Writes unquantised rows `[T, num_kv_heads, dim]` by MLX's scatter, for a pool that is scattered."""
+        memory, stored = self.memory, (self.keys, self.values)
+        for array, rows in zip(stored, (keys, values)):
+            array[blocks, :, offsets] = rows
+        memory.keep(stored[0].reshape(memory.keys.shape), stored[1].reshape(memory.values.shape))
+
     def change(self, change: PoolChange) -> None:
         """Moves blocks, shrinks or grows the pool, by copying it once. The memory of the old arrays is free when this
         returns. All work that uses them must have finished."""
@@ -76,7 +95,8 @@ class GpuPool:
         mx.eval(memory.keys)  # before the values, so that only one of both exists twice at a time
         memory.values = memory.values[sources]
         mx.eval(memory.values)
-        memory.handles = _head(memory.keys), _head(memory.values)
+        arrays = memory.keys, memory.values
+        memory.handles = arrays if memory.is_scattered else (_head(memory.keys), _head(memory.values))
         self._addresses = None
 
     def arrays(self) -> list[mx.array]:

@@ -114,8 +114,12 @@ class GatheredRows:
 
 def read_rows(kernels: PoolKernels, pool: GpuPool, gather: Gather) -> Iterator[GatheredRows]:
     """Gathers, and yields K and V for each of `gather.seen`. Replaces the pool's token, so that later writes wait for
-    it."""
-    keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
+    it; if the pool is scattered, MLX gathers and orders its own operations."""
+    if pool.memory.is_scattered:
+        rows = gather.rows[: gather.num_rows]
+        keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
+    else:
+        keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
     start = 0
     for seen in gather.seen:
         sequences, heads, blocks = seen.rows.shape
