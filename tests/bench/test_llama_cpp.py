@@ -14,8 +14,8 @@ import pytest
 from gguf_files import write_gguf
 from mlx.utils import tree_flatten
 
-from mlx_server.bench import llama_cpp
-from mlx_server.bench.servers import Unavailable
+from mlx_server.bench import peers
+from mlx_server.bench.peers import Unavailable
 from mlx_server.runtime.models.bundled import SMOLLM2
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
 from mlx_server.runtime.models.loader import load
@@ -61,12 +61,12 @@ def offer_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_on_the_path_is_taken(program_folder, tmp_path):
     write_program(program_folder / "llama-server", "")
-    assert llama_cpp.find_server(tmp_path / "none") == program_folder / "llama-server"
+    assert peers.find_llama_server(tmp_path / "none") == program_folder / "llama-server"
 
 
 def test_without_server_and_cmake_it_cannot_be_had(program_folder, tmp_path):
     with pytest.raises(Unavailable, match="no llama-server on the PATH, and no cmake"):
-        llama_cpp.find_server(tmp_path / "none")
+        peers.find_llama_server(tmp_path / "none")
 
 
 def test_it_is_built_once_for_this_cpu(program_folder, tmp_path, monkeypatch):
@@ -77,13 +77,13 @@ def test_it_is_built_once_for_this_cpu(program_folder, tmp_path, monkeypatch):
     write_program(
         program_folder / "cmake", f'PATH={os.defpath}; echo "$@" >> {noted}; mkdir -p {server.parent}; >{server}'
     )
-    assert llama_cpp.find_server(folder) == server
+    assert peers.find_llama_server(folder) == server
     configured, built = noted.read_text().splitlines()
     assert f"-S {folder / 'source'} -B {folder / 'build'}" in configured
     assert "-DGGML_NATIVE=ON" in configured
     assert f"--target llama-server --parallel={os.cpu_count()}" in built
     assert (folder / "source" / "CMakeLists.txt").read_text() == "of llama.cpp"
-    assert llama_cpp.find_server(folder) == server
+    assert peers.find_llama_server(folder) == server
     assert len(noted.read_text().splitlines()) == 2
 
 
@@ -92,12 +92,12 @@ def test_a_build_that_fails_is_reported_and_tried_again(program_folder, tmp_path
     write_program(program_folder / "cmake", "echo there is no compiler; exit 1")
     for _ in range(2):
         with pytest.raises(Unavailable, match="there is no compiler"):
-            llama_cpp.find_server(tmp_path / "llama.cpp")
+            peers.find_llama_server(tmp_path / "llama.cpp")
 
 
 def test_other_models_are_refused_with_a_remedy(tmp_path):
     with pytest.raises(Unavailable, match="is not the bundled model; use --model smollm2-packed"):
-        llama_cpp.gguf_of(tmp_path, tmp_path)
+        peers.gguf_of(tmp_path, tmp_path)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def bundled(tmp_path, monkeypatch) -> Path:
     file = tmp_path / "downloads" / "tiny.gguf"
     file.parent.mkdir()
     write_gguf(file)
-    monkeypatch.setattr(llama_cpp, "SMOLLM2", dataclasses.replace(SMOLLM2, file_name=file.name))
+    monkeypatch.setattr(peers, "SMOLLM2", dataclasses.replace(SMOLLM2, file_name=file.name))
     return file
 
 
@@ -120,12 +120,12 @@ def bundled_folder(file: Path, folder: Path, weight_format: WeightFormat) -> Pat
 
 def test_the_bundled_models_file_has_the_bits_of_its_packed_folder(bundled, tmp_path):
     folder = bundled_folder(bundled, tmp_path / "smollm2-packed", WeightFormat.PACKED)
-    assert llama_cpp.gguf_of(folder, tmp_path / "made") == bundled
+    assert peers.gguf_of(folder, tmp_path / "made") == bundled
 
 
 def test_its_float32_folder_gets_the_same_file_expanded(bundled, tmp_path):
     folder = bundled_folder(bundled, tmp_path / "smollm2-float32", WeightFormat.FLOAT32)
-    file = llama_cpp.gguf_of(folder, tmp_path / "made")
+    file = peers.gguf_of(folder, tmp_path / "made")
     assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors} == {"F32"}
     again = bundled_folder(file, tmp_path / "again", WeightFormat.FLOAT32)
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
@@ -138,7 +138,7 @@ def test_its_float32_folder_gets_the_same_file_expanded(bundled, tmp_path):
 def test_the_command_leaves_port_and_threads_open(bundled, program_folder, tmp_path):
     write_program(program_folder / "llama-server", "exit 0")
     folder = bundled_folder(bundled, tmp_path / "smollm2-packed", WeightFormat.PACKED)
-    command = llama_cpp.command(program_folder / "llama-server", folder, tmp_path / "made")
+    command = peers.llama_command(program_folder / "llama-server", folder, tmp_path / "made")
     assert command.startswith(f"{program_folder / 'llama-server'} --model {bundled} ")
     assert "--port {port}" in command
     assert "--threads {threads}" in command
