@@ -28,8 +28,7 @@ LIMITED = ("ttft", "tpot", "e2el")
 """Figures with one value for each request, which `--goodput` can limit."""
 
 SPREADS = ("mean", "median", "std", "p90", "p95", "p99")
-_SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_CALL_SAMPLE = re.compile(r"^(mlx_serve:model_calls|vllm:generation_tokens)_total(?:\{.*\})? (\S+)", re.MULTILINE)
+_COUNTER = re.compile(r"^((?:vllm|mlx_serve):\w+)_total(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 
@@ -97,48 +96,41 @@ def _is_good(record: RequestRecord, limits_ms: Mapping[str, float]) -> bool:
     return all(1e3 * found[name] <= limit for name, limit in limits_ms.items())
 
 
-def parse_drafts(scrape: str) -> Counter[str]:
-    """vLLM's counters of speculative decoding in the text of `/metrics`, summed over all models, by name; the keys
-    `:0`, `:1`, ... count accepted tokens by their position in the draft."""
+def read_counters(scrape: str) -> Counter[str]:
+    """The counters in the text of `/metrics` by name, without `_total`, summed over their labels; those with a position
+    in a draft are `name:0`, `name:1`, ..."""
     counts: Counter[str] = Counter()
-    for name, labels, value in _SAMPLE.findall(scrape):
+    for name, labels, value in _COUNTER.findall(scrape):
         position = _POSITION.search(labels)
-        counts[name if position is None else f":{position[1]}"] += int(float(value))
+        counts[name if position is None else f"{name}:{position[1]}"] += int(float(value))
     return counts
 
 
-def describe_drafts(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
-    """Acceptance between two `parse_drafts`, under vLLM's keys; empty if nothing was drafted. The acceptance length
-    includes the token that the model adds; the rates by position are shares of the drafts."""
-    new = {name: count - before[name] for name, count in after.items()}
-    num_drafts, num_tokens, num_accepted = (new.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    if num_drafts <= 0 or num_tokens <= 0:
-        return {}
-    positions = sorted(int(name[1:]) for name in new if name.startswith(":"))
-    return {
-        "spec_decode_acceptance_rate": 100.0 * num_accepted / num_tokens,
-        "spec_decode_acceptance_length": 1.0 + num_accepted / num_drafts,
-        "spec_decode_num_drafts": num_drafts,
-        "spec_decode_draft_tokens": num_tokens,
-        "spec_decode_accepted_tokens": num_accepted,
-        "spec_decode_per_position_acceptance_rates": [new[f":{at}"] / num_drafts for at in positions],
-    }
-
-
-def describe_calls(before: str, after: str) -> dict[str, float]:
-    """Output tokens for each call of the model, between two texts of `/metrics`; empty if the server does not count
-    calls. Without drafts it is at most the number of streams."""
-    new = _count_calls(after)
-    new.subtract(_count_calls(before))
-    num_calls, num_tokens = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
-    return {"output_tokens_per_model_call": num_tokens / num_calls} if num_calls > 0 and num_tokens >= 0 else {}
-
-
-def _count_calls(scrape: str) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for name, value in _CALL_SAMPLE.findall(scrape):
-        counts[name] += int(float(value))
-    return counts
+def describe_counters(before: str, after: str) -> dict[str, Any]:
+    """What a run added to the counters of `/metrics`, read before and after it: output tokens for each call of the
+    model, and the acceptance of drafts under vLLM's keys; without what the server does not count or has not done. The
+    acceptance length includes the token that the model adds; the rates by position are shares of the drafts."""
+    new = read_counters(after)
+    new.subtract(read_counters(before))
+    found: dict[str, Any] = {}
+    num_calls, num_output = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
+    if num_calls > 0 and num_output >= 0:
+        found["output_tokens_per_model_call"] = num_output / num_calls
+    num_drafts, num_tokens, num_accepted = (
+        new[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if num_drafts > 0 and num_tokens > 0:
+        by_position = "vllm:spec_decode_num_accepted_tokens_per_pos:"
+        positions = sorted(int(name.removeprefix(by_position)) for name in new if name.startswith(by_position))
+        found |= {
+            "spec_decode_acceptance_rate": 100.0 * num_accepted / num_tokens,
+            "spec_decode_acceptance_length": 1.0 + num_accepted / num_drafts,
+            "spec_decode_num_drafts": num_drafts,
+            "spec_decode_draft_tokens": num_tokens,
+            "spec_decode_accepted_tokens": num_accepted,
+            "spec_decode_per_position_acceptance_rates": [new[f"{by_position}{at}"] / num_drafts for at in positions],
+        }
+    return found
 
 
 def without_arrays(result: Mapping[str, Any]) -> dict[str, Any]:
