@@ -193,6 +193,11 @@ class TraceLine:
     output_len: int
     hash_ids: tuple[int, ...] = ()
 
+    def scaled(self, speed: float, shrink: int) -> TraceLine:
+        """The line as it is replayed: `speed` times as fast, with lengths divided by `shrink`."""
+        input_len, output_len = (max(length // shrink, 1) for length in (self.input_len, self.output_len))
+        return TraceLine(self.arrival_s / speed, input_len, output_len, self.hash_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -218,7 +223,8 @@ class Recorded:
 
     def _of_trace(self, line: TraceLine, prompts: Prompts) -> Session:
         """Equal hash ids become equal text."""
-        num_tokens = max(line.input_len // self.shrink, 1)
+        line = line.scaled(self.speed, self.shrink)
+        num_tokens = line.input_len
         block_len = BLOCK_TOKENS // self.shrink
         parts = [
             prompts.named_text(hash_id, min(block_len, num_tokens - number * block_len))
@@ -228,8 +234,7 @@ class Recorded:
         own = num_tokens - len(line.hash_ids) * block_len
         if own > 0:
             parts.append(prompts.text(own))
-        turn = Turn((user_message(" ".join(parts)),), max(line.output_len // self.shrink, 1))
-        return Session((turn,), line.arrival_s / self.speed)
+        return Session((Turn((user_message(" ".join(parts)),), line.output_len),), line.arrival_s)
 
 
 def read_dataset(path: Path, limit: int | None = None) -> list[Prompt] | list[TraceLine]:

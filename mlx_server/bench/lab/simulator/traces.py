@@ -151,10 +151,11 @@ class ClosedLoop:
 
 
 def read_trace(
-    path: Path, *, shrink: int = 1, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
+    path: Path, *, shrink: int = 1, speed: float = 1.0, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
 ) -> list[TracedRequest]:
     """Reads a trace in any format of `bench serve`; arrivals count from the first, and tiers are drawn by their shares.
-    Without hash ids, prompts have no common prefixes. `shrink` divides all lengths. Raises `ConfigError`."""
+    Without hash ids, prompts have no common prefixes. `shrink` divides all lengths, `speed` the times. Raises
+    `ConfigError`."""
     if BLOCK_TOKENS % (shrink * BLOCK_SIZE):
         raise ConfigError(f"--shrink is {shrink}; it must divide {BLOCK_TOKENS // BLOCK_SIZE}.")
     rng, fresh_ids, block_tokens = random.Random(seed), count(-1, -1), BLOCK_TOKENS // shrink
@@ -162,17 +163,14 @@ def read_trace(
     for number, line in enumerate(read_dataset(path), start=1):
         if not isinstance(line, TraceLine):
             raise ConfigError(f"{path} holds prompts; the simulator replays traces.")
-        num_prompt_tokens = max(line.input_len // shrink, 1)
-        hash_ids = line.hash_ids or tuple(islice(fresh_ids, -(-num_prompt_tokens // block_tokens)))
-        if len(hash_ids) * block_tokens < num_prompt_tokens:
+        made = line.scaled(speed, shrink)
+        hash_ids = line.hash_ids or tuple(islice(fresh_ids, -(-made.input_len // block_tokens)))
+        if len(hash_ids) * block_tokens < made.input_len:
             raise ConfigError(
                 f"{path}, request {number}: {len(hash_ids)} hash_ids do not cover input_length {line.input_len}."
             )
         tier = rng.choices(list(Priority), tiers)[0]
-        num_output_tokens = max(line.output_len // shrink, 1)
-        requests.append(
-            TracedRequest(line.arrival_s, tier, num_prompt_tokens, num_output_tokens, hash_ids, block_tokens)
-        )
+        requests.append(TracedRequest(made.arrival_s, tier, made.input_len, made.output_len, hash_ids, block_tokens))
     return requests
 
 
