@@ -65,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dataset", type=Path, metavar="FILE", help="prompts (JSON lines) or a trace (Mooncake, Azure, BurstGPT)")
     add("--trace-speed", type=above_0, default=1.0, metavar="X", help="replay a trace X times as fast")
     add("--trace-shrink", type=from_1, default=1, metavar="N", help="divide a trace's lengths by N")
-    add_workload_arguments(parser)
-    add_request_arguments(parser)
+    add_load_arguments(parser)
     add_json_argument(parser, "the result, with the times of every request,")
     add("--plot", type=output_file, metavar="FILE.png", help="write charts as a picture; needs matplotlib")
 
@@ -120,23 +119,9 @@ def json_object(text: str) -> dict[str, Any]:
     return made
 
 
-def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options for what a request looks like."""
-    add = parser.add_argument
-    add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="/v1/completions or /v1/chat/completions")
-    add(
-        "--extra-body",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help='fields to add to every request; null removes one, like {"ignore_eos": null} for a server that refuses it',
-    )
-    add("--seed", type=int, default=0, help="of prompts, lengths, arrivals and tiers")
-    add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent first and not measured")
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that change a workload: lengths, arrivals, and limits for good requests."""
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options that change a workload (lengths, arrivals, limits for good requests), and those for what a
+    request looks like."""
     add = parser.add_argument
     add("--num-prompts", type=from_1, metavar="N", help="conversations of the workload, or lines of the dataset")
     add("--prefix-len", type=from_0, metavar="TOKENS", help="tokens of a prefix that all prompts share")
@@ -149,6 +134,16 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=above_0, metavar="R", help="requests a second; default: all at once, or the trace's")
     add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; default: 1 (Poisson)")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of good requests, like ttft:500 tpot:50")
+    add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="/v1/completions or /v1/chat/completions")
+    add(
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='fields to add to every request; null removes one, like {"ignore_eos": null} for a server that refuses it',
+    )
+    add("--seed", type=int, default=0, help="of prompts, lengths, arrivals and tiers")
+    add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent first and not measured")
 
 
 def make_target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
