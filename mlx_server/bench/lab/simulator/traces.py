@@ -137,13 +137,10 @@ class ClosedLoop:
     def first(self) -> list[TracedRequest]:
         """One request of each client, all at time 0."""
         tiers = [tier for tier, count in self._num_clients.items() for _ in range(count)]
-        return [request for tier in tiers if (request := self._send(tier, 0.0)) is not None]
+        return [request for tier in tiers if (request := self.next_of(tier, 0.0)) is not None]
 
-    def next_of(self, ended: TracedRequest, now: float) -> TracedRequest | None:
-        """The next request of the client whose request has ended; None when all are sent."""
-        return self._send(ended.tier, now)
-
-    def _send(self, tier: Priority, now: float) -> TracedRequest | None:
+    def next_of(self, tier: Priority, now: float) -> TracedRequest | None:
+        """The next request of a client of this tier whose request has ended; None when all are sent."""
         if self._num_left == 0:
             return None
         self._num_left -= 1
