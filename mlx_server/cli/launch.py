@@ -51,12 +51,13 @@ def run_launch(args: argparse.Namespace) -> int:
       mlx-serve launch opencode --print
     """
     client = CLIENTS[args.client]
-    program = shutil.which(client.program)
+    program = shutil.which(args.client)
     if program is None and not args.print:
-        raise ServeError(f"{client.program} is not installed, or not on PATH. Install it: {client.install}")
+        raise ServeError(f"{args.client} is not installed, or not on PATH. Install it: {client.install}")
     target = _target(args.url, args.model)
     if args.print:
-        print(_shown(client, target, args.arguments))
+        setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN), "{folder}")
+        print(_shown(setup, [args.client, *setup.arguments, *args.arguments]))
         return 0
     assert program is not None
     with tempfile.TemporaryDirectory(prefix="mlx-serve-") as folder:
@@ -108,15 +109,14 @@ def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _shown(client: Client, target: Target, arguments: list[str]) -> str:
-    """A shell script that does the same, without the key."""
-    setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN), "{folder}")
+def _shown(setup: Setup, command: list[str]) -> str:
+    """A shell script that does the same."""
     lines = [f"unset {name}" for name, value in setup.environment.items() if value is None]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in setup.environment.items() if value is not None]
     for name, text in setup.files.items():
         lines.append(f"# {{folder}}/{name}, in a temporary folder:")
         lines += [f"#   {line}" for line in text.splitlines()]
-    lines.append(shlex.join([client.program, *setup.arguments, *arguments]))
+    lines.append(shlex.join(command))
     return "\n".join(lines)
 
 
@@ -143,10 +143,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: the `program` that starts it, and a command that installs it. `setup` gets the path of the temporary
-    folder."""
+    """A client: a command that installs it, and its settings, which get the path of the temporary folder."""
 
-    program: str
     install: str
     setup: Callable[[Target, str], Setup]
 
@@ -239,9 +237,9 @@ def _json(value: Any) -> str:
 
 
 CLIENTS: Mapping[str, Client] = {
-    "claude": Client("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Client("codex", "npm install -g @openai/codex", _codex),
-    "opencode": Client("opencode", "npm install -g opencode-ai", _opencode),
-    "aider": Client("aider", "uv tool install aider-chat", _aider),
+    "claude": Client("npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Client("npm install -g @openai/codex", _codex),
+    "opencode": Client("npm install -g opencode-ai", _opencode),
+    "aider": Client("uv tool install aider-chat", _aider),
 }
-"""By their names in `mlx-serve launch`."""
+"""By the programs that start them, which are their names in `mlx-serve launch`."""
