@@ -34,9 +34,8 @@ from mlx_server.bench.arguments import (
     from_1,
     output_file,
 )
-from mlx_server.bench.serve.charts import check_plotting, write_charts
 from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
-from mlx_server.bench.serve.report import LIMITED, render, without_arrays
+from mlx_server.bench.serve.report import LIMITED, check_plotting, render, without_arrays, write_charts
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, measure
 from mlx_server.bench.serve.workloads import SHAPES, Recorded, Shape, Span, read_dataset
 from mlx_server.bench.tables import write_json
@@ -44,7 +43,6 @@ from mlx_server.errors import ConfigError
 
 INTRUDER = "long-prompt-intruder"
 WORKLOADS = (*SHAPES, INTRUDER)
-_OUTPUT_LEN = 64
 _STREAM_LEN = 512
 
 
@@ -194,9 +192,8 @@ def shape(args: argparse.Namespace, made: Shape) -> Shape:
 
 
 def _recorded(args: argparse.Namespace, path: Path) -> Recorded:
-    lines = read_dataset(path, args.num_prompts)
-    output_len = args.output_len.low if args.output_len else _OUTPUT_LEN
-    return Recorded(lines, output_len, args.trace_speed, args.trace_shrink)
+    given = {"output_len": args.output_len.low} if args.output_len else {}
+    return Recorded(read_dataset(path, args.num_prompts, **given), args.trace_speed, args.trace_shrink)
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | None:
