@@ -46,6 +46,7 @@ LLAMA_CPP = "llama.cpp"
 WORKLOADS = ("uniform", "one-chat", "shared-prefix", "shared-prefix-warm", "mixed", INTRUDER)
 _BUNDLED = MappingProxyType({f"{SMOLLM2.name}-{weight_format}": weight_format for weight_format in WeightFormat})
 _PROBE_TIMEOUT_S = 300.0
+_STAMP = "installed"
 
 
 class Unavailable(Exception):
@@ -139,7 +140,7 @@ def prepare(peer: Peer, folder: Path) -> str:
 
 def _once(folder: Path, what: str, install: Callable[[], None]) -> None:
     """Installs into `folder`, unless that has succeeded before."""
-    stamp = folder / "installed"
+    stamp = folder / _STAMP
     if not stamp.exists():
         print_progress(f"{what} ...")
         shutil.rmtree(folder, ignore_errors=True)
@@ -192,13 +193,13 @@ def find_llama_server(folder: Path) -> Path:
     """`llama-server` of the PATH, or the one in `folder`, which is built the first time. Raises `Unavailable`."""
     if found := shutil.which("llama-server"):
         return Path(found)
+    if shutil.which("cmake") is None and not (folder / _STAMP).exists():
+        raise Unavailable("there is no llama-server on the PATH, and no cmake to build it")
     _once(folder, f"building llama.cpp in {folder}, which takes minutes", lambda: _build_llama_server(folder))
     return folder / "build" / "bin" / "llama-server"
 
 
 def _build_llama_server(folder: Path) -> None:
-    if shutil.which("cmake") is None:
-        raise Unavailable("there is no llama-server on the PATH, and no cmake to build it")
     source, build = folder / "source", folder / "build"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run_to_end([*pip, "--no-binary", _SOURCES, "--dest", str(folder), _SOURCES], timeout_s=None)
