@@ -15,7 +15,7 @@ from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation, SpeculationCounters
 from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
-from mlx_server.bench.lab.simulator.traces import MAX_DRAFT_TOKENS, DraftMix, MadeUpDrafts, TracedRequest
+from mlx_server.bench.lab.simulator.traces import MAX_DRAFT_TOKENS, TOKEN, DraftMix, MadeUpDrafts, TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import (
@@ -96,7 +96,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(math.ceil(len(values) * percent / 100.0), 1) - 1]
 
 
-_TOKEN = SampledToken(7)
 _MIN_DISK_WAIT_S = 1e-3
 _COPY_BYTES_PER_S = 3e9
 """Rate at which the host copies blocks between pool and disk while the device computes."""
@@ -227,7 +226,7 @@ class Simulation:
         self._num_arrived += 1
         request = Request(
             request_id,
-            [_TOKEN.token_id] * traced.num_prompt_tokens,
+            [TOKEN.token_id] * traced.num_prompt_tokens,
             _SAMPLING,
             arrival_s=traced.arrival_s,
             max_total_tokens=traced.num_prompt_tokens + traced.num_output_tokens,
@@ -296,7 +295,7 @@ class Simulation:
         return output
 
     def _sample(self, chunk: ScheduledChunk) -> SampledToken:
-        return _TOKEN if self._drafts is None else self._drafts.sampled(chunk.request_id, chunk.num_drafts)
+        return TOKEN if self._drafts is None else self._drafts.sampled(chunk.request_id, chunk.num_drafts)
 
     def _explain(self, step: SchedulerOutput) -> None:
         request = None if self._explained is None else self._in_progress.get(self._explained)

@@ -191,7 +191,7 @@ def _num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-_DRAFTED = SampledToken(7)
+TOKEN = SampledToken(7)
 MAX_DRAFT_TOKENS = 8
 
 
@@ -213,7 +213,7 @@ class MadeUpDrafts:
         self._rng = random.Random(mix.seed)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        return (_DRAFTED.token_id,) * most if self._rng.random() < self._mix.found_share else ()
+        return (TOKEN.token_id,) * most if self._rng.random() < self._mix.found_share else ()
 
     def forget(self, request: Request) -> None:
         """Does nothing: no state is kept for a request."""
@@ -223,4 +223,4 @@ class MadeUpDrafts:
         acceptance, num_right = self._mix.acceptances[int(request_id) % len(self._mix.acceptances)], 0
         while num_right < num_drafts and self._rng.random() < acceptance:
             num_right += 1
-        return _DRAFTED._replace(accepted=(_DRAFTED,) * num_right)
+        return TOKEN._replace(accepted=(TOKEN,) * num_right)
