@@ -33,14 +33,7 @@ from typing import Any, NoReturn
 
 from mlx_server.bench.arguments import above_0, add_json_argument, add_key_argument, from_1
 from mlx_server.bench.serve.client import list_models
-from mlx_server.bench.serve.command import (
-    INTRUDER,
-    WORKLOADS,
-    add_request_arguments,
-    add_workload_arguments,
-    make_load,
-    make_target,
-)
+from mlx_server.bench.serve.command import INTRUDER, WORKLOADS, add_load_arguments, make_load, make_target
 from mlx_server.bench.serve.report import without_arrays
 from mlx_server.bench.serve.run import Load, measure
 from mlx_server.bench.servers import Server
@@ -74,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(_THREADS_VARIABLES)}; tables for each number; default: each server's own",
     )
     add("--start-timeout", type=above_0, default=600.0, metavar="S", help="seconds in which a server must be ready")
-    add_workload_arguments(parser)
-    add_request_arguments(parser)
+    add_load_arguments(parser)
     parser.set_defaults(num_warmups=2)
     add_json_argument(parser, "every turn's figures")
 
@@ -314,13 +306,12 @@ def judge(figure: Figure, first: Turns, second: Turns) -> Verdict:
     if not first.is_whole or not second.is_whole:
         return Verdict(reason="requests failed")
     mine, theirs = first.values(figure), second.values(figure)
-    factors = [_factor(figure, *pair) for pair in zip(mine, theirs)]
-    known = [factor for factor in factors if factor is not None]
-    factor = _factor(figure, statistics.median(mine), statistics.median(theirs))
-    if factor is None or len(known) < len(factors):
+    if 0.0 in (*mine, *theirs):
         return Verdict(reason="a figure is 0")
+    factors = [_factor(figure, *pair) for pair in zip(mine, theirs)]
+    factor = _factor(figure, statistics.median(mine), statistics.median(theirs))
     reason = _refusal(figure, first, second)
-    return Verdict(factor, min(known), max(known), None if reason else factor > 1, reason)
+    return Verdict(factor, min(factors), max(factors), None if reason else factor > 1, reason)
 
 
 def _refusal(figure: Figure, first: Turns, second: Turns) -> str:
@@ -336,6 +327,5 @@ def _refusal(figure: Figure, first: Turns, second: Turns) -> str:
     return ""
 
 
-def _factor(figure: Figure, mine: float, theirs: float) -> float | None:
-    numerator, denominator = (mine, theirs) if figure.is_rate else (theirs, mine)
-    return numerator / denominator if numerator and denominator else None
+def _factor(figure: Figure, mine: float, theirs: float) -> float:
+    return mine / theirs if figure.is_rate else theirs / mine

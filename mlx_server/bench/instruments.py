@@ -1,4 +1,4 @@
-"""The environment in which a figure was measured."""
+"""The environment in which a figure was measured, and the file with both."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import platform
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 
 import mlx.core as mx
 import psutil
 
+from mlx_server.bench.tables import write_json
 from mlx_server.runtime.machine import inspect_machine
 
 
@@ -26,3 +28,9 @@ def describe_environment() -> dict[str, object]:
         "device": str(mx.default_device()),
         **asdict(inspect_machine()),
     }
+
+
+def write_figures(path: Path | None, benchmark: str, **figures: object) -> None:
+    """Writes the figures and the environment to the file of `--json`, if there is one."""
+    if path is not None:
+        write_json(path, {"benchmark": benchmark, "environment": describe_environment(), **figures})

@@ -16,19 +16,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
-from mlx_server.bench import compare, llama_cpp, random_folder
+import gguf
+
+from mlx_server.bench import compare, random_folder
 from mlx_server.bench.serve.client import CHAT
 from mlx_server.bench.serve.command import INTRUDER
-from mlx_server.bench.servers import Unavailable, run_to_end
 from mlx_server.bench.tables import print_progress
 from mlx_server.config import home
 from mlx_server.errors import ConfigError
@@ -37,8 +42,15 @@ from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
 from mlx_server.runtime.models.gguf import WeightFormat
 
 OURS = "mlx-serve={python} -m mlx_server serve --model {model} --port {port}"
+LLAMA_CPP = "llama.cpp"
 WORKLOADS = ("uniform", "one-chat", "shared-prefix", "shared-prefix-warm", "mixed", INTRUDER)
 _BUNDLED = MappingProxyType({f"{SMOLLM2.name}-{weight_format}": weight_format for weight_format in WeightFormat})
+_PROBE_TIMEOUT_S = 300.0
+_STAMP = "installed"
+
+
+class Unavailable(Exception):
+    """A server cannot be installed or started here; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench peers`, which are `compare`'s and two more."""
     add = parser.add_argument
-    names = [*PEERS, llama_cpp.NAME]
+    names = [*PEERS, LLAMA_CPP]
     add("--peers", nargs="+", choices=names, default=names, help="servers to compare with; default: all")
     add("--install-only", action="store_true", help="install and try them, without a comparison")
     compare.add_arguments(parser)
@@ -108,9 +120,9 @@ def model_folder(name: str, folder: Path) -> Path:
 
 
 def _command(name: str, model: Path, folder: Path) -> str:
-    if name != llama_cpp.NAME:
+    if name != LLAMA_CPP:
         return prepare(PEERS[name], folder)
-    return llama_cpp.command(llama_cpp.find_server(folder), model, folder.parent / "models")
+    return llama_command(find_llama_server(folder), model, folder.parent / "models")
 
 
 def prepare(peer: Peer, folder: Path) -> str:
@@ -118,16 +130,22 @@ def prepare(peer: Peer, folder: Path) -> str:
     programs = Path(sys.executable).parent
     if peer.requirement is not None:
         programs = folder / "bin"
-        stamp = folder / "installed"
-        if not stamp.exists():
-            print_progress(f"installing {peer.requirement} into {folder} ...")
-            shutil.rmtree(folder, ignore_errors=True)
-            _install(peer.requirement, folder)
-            stamp.touch()
+        requirement = peer.requirement
+        _once(folder, f"installing {requirement} into {folder}", lambda: _install(requirement, folder))
     name, *words = peer.program.split()
     command = [str(programs / name), *words]
     run_to_end([*command, "--help"])
     return f"{shlex.join(command)} {peer.arguments}"
+
+
+def _once(folder: Path, what: str, install: Callable[[], None]) -> None:
+    """Installs into `folder`, unless that has succeeded before."""
+    stamp = folder / _STAMP
+    if not stamp.exists():
+        print_progress(f"{what} ...")
+        shutil.rmtree(folder, ignore_errors=True)
+        install()
+        stamp.touch()
 
 
 def _install(requirement: str, folder: Path) -> None:
@@ -142,3 +160,102 @@ def _install(requirement: str, folder: Path) -> None:
         version = metadata.version("mlx")
         run_to_end([*pip, "uninstall", "--yes", "mlx-cuda-12", "mlx-cuda-13"])
         run_to_end([*pip, "install", "--no-deps", "--force-reinstall", f"mlx=={version}", f"mlx-cpu=={version}"])
+
+
+def run_to_end(command: Sequence[str], timeout_s: float | None = _PROBE_TIMEOUT_S) -> None:
+    """Runs a command. Raises `Unavailable` with the last line of its output if it fails."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
+        )
+    except OSError as error:
+        raise Unavailable(f"cannot run {command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{shlex.join(command)} did not end within {timeout_s:g} s") from error
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+        raise Unavailable(lines[-1] if lines else f"{shlex.join(command)} ended with status {done.returncode}")
+
+
+# ---- llama.cpp: its server, built for this machine's CPU, and GGUF files of the bundled model
+
+_SOURCES = "llama-cpp-python"
+"""PyPI's sources. The wheels use only a minimal instruction set."""
+
+_BUILD_OPTIONS = ("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_OPENSSL=OFF")
+_LEFT_OUT = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
+_SLOTS, _SLOT_TOKENS = 16, 4864
+"""Requests at a time, and the context of each: enough for the long prompt of `long-prompt-intruder` and its answer.
+Its other settings are llama.cpp's defaults, with K/V in 16 bits."""
+
+
+def find_llama_server(folder: Path) -> Path:
+    """`llama-server` of the PATH, or the one in `folder`, which is built the first time. Raises `Unavailable`."""
+    if found := shutil.which("llama-server"):
+        return Path(found)
+    if shutil.which("cmake") is None and not (folder / _STAMP).exists():
+        raise Unavailable("there is no llama-server on the PATH, and no cmake to build it")
+    _once(folder, f"building llama.cpp in {folder}, which takes minutes", lambda: _build_llama_server(folder))
+    return folder / "build" / "bin" / "llama-server"
+
+
+def _build_llama_server(folder: Path) -> None:
+    source, build = folder / "source", folder / "build"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run_to_end([*pip, "--no-binary", _SOURCES, "--dest", str(folder), _SOURCES], timeout_s=None)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        members.extractall(folder, filter="data")
+    (vendored,) = folder.glob("*/vendor/llama.cpp")
+    vendored.rename(source)
+    options = [f"-D{option}" for option in (*_BUILD_OPTIONS, *(f"{name}=OFF" for name in _LEFT_OUT))]
+    run_to_end(["cmake", "-S", str(source), "-B", str(build), *options])
+    compiling = ["cmake", "--build", str(build), "--target", "llama-server", f"--parallel={os.cpu_count()}"]
+    run_to_end(compiling, timeout_s=None)
+
+
+def llama_command(server: Path, model: Path, folder: Path) -> str:
+    """The command for `bench compare` that serves the weights of the model's folder. Raises `Unavailable`."""
+    run_to_end([str(server), "--version"])
+    words = [server, "--model", gguf_of(model, folder), "--parallel", _SLOTS, "--ctx-size", _SLOTS * _SLOT_TOKENS]
+    return f"{shlex.join(map(str, words))} --threads {{threads}} --host 127.0.0.1 --port {{port}}"
+
+
+def gguf_of(model: Path, folder: Path) -> Path:
+    """A GGUF file with the weights of `model`, a folder of the bundled model: the file that it was converted from, or,
+    for float32, that file with all weights expanded, which is written to `folder` once. Raises `Unavailable` for any
+    other model."""
+    origin = model / "origin.json"
+    facts = json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else {}
+    if facts.get("sha256") != SMOLLM2.sha256:
+        raise Unavailable(
+            f"{model} is not the bundled model; use --model smollm2-packed or smollm2-float32, or start llama-server "
+            "with another GGUF file by --server"
+        )
+    source = home() / "downloads" / SMOLLM2.file_name
+    if facts["weight_format"] == WeightFormat.PACKED:
+        return source
+    target = folder / f"{source.stem}-float32.gguf"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(".partial")
+        _write_expanded(source, partial)
+        partial.rename(target)
+    return target
+
+
+def _write_expanded(source: Path, target: Path) -> None:
+    """Copies a GGUF file, with all weights expanded to float32."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields[gguf.Keys.General.ARCHITECTURE].contents())
+    left_out = (gguf.Keys.General.ARCHITECTURE, gguf.Keys.General.FILE_TYPE)
+    for name, value in reader.fields.items():
+        if name not in left_out and not name.startswith("GGUF."):
+            items = value.types[-1] if value.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, value.contents(), value.types[0], items)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -6,13 +6,11 @@ Its tokenizer has a word for every id, so that each generated token is visible a
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -42,10 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 def save_folder(model: nn.Module, config: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Writes a model to a new folder, as mlx-lm loads it."""
-    folder.mkdir(parents=True)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}, indent=2) + "\n", "utf-8")
+    save_model(folder, model)
+    save_config({**config, "eos_token_id": 1}, folder / "config.json")
     tokenizer.save_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 15.0
 _NUM_LOG_LINES = 12
-_PROBE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,22 +125,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
-
-
-class Unavailable(Exception):
-    """A server cannot be installed or started here; the message is the reason."""
-
-
-def run_to_end(command: Sequence[str], timeout_s: float | None = _PROBE_TIMEOUT_S) -> None:
-    """Runs a command. Raises `Unavailable` with the last line of its output if it fails."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
-        )
-    except OSError as error:
-        raise Unavailable(f"cannot run {command[0]}: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{shlex.join(command)} did not end within {timeout_s:g} s") from error
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
-        raise Unavailable(lines[-1] if lines else f"{shlex.join(command)} ended with status {done.returncode}")

@@ -28,8 +28,6 @@ from mlx_server.errors import ConfigError, ServeError
 from mlx_server.runtime.models.loader import LoadedModel
 
 SPECULATE = ("off", "auto", "ngram", "model", "mtp")
-_POOLS_BESIDE_MLX = frozenset({"cpu"})
-"""Backends whose KV pools MLX does not count in its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +242,7 @@ def _generate(llm: LLM, workload: Workload) -> Generated:
 
 def _host_bytes(llm: LLM) -> int:
     """The memory of a KV pool that MLX does not count, which is that of the blocks written so far."""
-    if llm.info.backend not in _POOLS_BESIDE_MLX:
-        return 0
-    return llm.stats().num_cached_blocks * llm.info.block_bytes
+    return llm.stats().num_cached_blocks * llm.info.block_bytes if llm.info.backend == "cpu" else 0
 
 
 @dataclass(frozen=True, slots=True)

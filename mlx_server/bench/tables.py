@@ -13,11 +13,9 @@ _Item = TypeVar("_Item")
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with padded columns; the first is aligned left, the others right."""
-    table = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [_line(table[0], widths), _line(rule, widths), *(_line(row, widths) for row in table[1:])]
-    return "\n".join(lines)
+    return "\n".join(_line(row, widths) for row in (header, rule, *rows))
 
 
 def render_items(items: Iterable[_Item], columns: Mapping[str, Callable[[_Item], str]]) -> str:

@@ -12,7 +12,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.bench.arguments import add_json_argument, from_1
-from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.arguments import add_json_argument, crossed_numbers, from_1
+from mlx_server.bench.instruments import write_figures
 from mlx_server.bench.systems import (
     CHAT_WORKLOADS,
     SPECULATE,
@@ -36,7 +36,7 @@ from mlx_server.bench.systems import (
     make_warm_up,
     make_workload,
 )
-from mlx_server.bench.tables import document_of, format_bytes, format_rate, print_progress, render_items, write_json
+from mlx_server.bench.tables import document_of, format_bytes, format_rate, print_progress, render_items
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.runtime.models.loader import LoadedModel, load
 
@@ -96,16 +96,14 @@ def run(args: argparse.Namespace) -> int:
     loaded = _load(args.model)
     systems = _systems(args, loaded)
     warm_up = make_warm_up(loaded.vocab_size)
-    environment = describe_environment()
     documents = []
     for name, count in itertools.product(args.workload, args.num_requests):
         workload = _workload(name, loaded, args.seed).first(count)
-        rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat, on_turn=_report_turn)
+        rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat)
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
         documents.append(as_document(workload, rows))
     settings = {key: value for key, value in vars(args).items() if key != "json"}
-    document = {"benchmark": "throughput", "environment": environment, "settings": settings, "results": documents}
-    write_json(args.json, document)
+    write_figures(args.json, "throughput", settings=settings, results=documents)
     return 0
 
 
@@ -153,13 +151,8 @@ def _title(model: str, workload: Workload) -> str:
     )
 
 
-def _report_turn(system: System, number: int, turn: Turn) -> None:
-    print_progress(f"turn {number + 1}, {system.label}: {turn.elapsed_s:.1f} s")
-
-
-def _prefill_setting(text: str) -> tuple[int, int]:
-    step, _, batch = text.partition("x")
-    return from_1(step), from_1(batch)
+def _prefill_setting(text: str) -> tuple[int, ...]:
+    return tuple(crossed_numbers(text, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +221,14 @@ def compare(
     model_class: type[Any],
     *,
     num_turns: int,
-    on_turn: Callable[[System, int, Turn], None],
 ) -> tuple[Row, ...]:
-    """Gives each system `num_turns` turns, in rotation, so that a slow minute affects all of them."""
+    """Gives each system `num_turns` turns, in rotation, so that a slow minute affects all of them, and prints
+    their times as progress."""
     turns: list[list[Turn]] = [[] for _ in systems]
     for number in range(num_turns):
         for system, taken in zip(systems, turns):
             taken.append(take_turn(system, workload, warm_up, model_class))
-            on_turn(system, number, taken[-1])
+            print_progress(f"turn {number + 1}, {system.label}: {taken[-1].elapsed_s:.1f} s")
     return tuple(Row(system, workload, tuple(taken)) for system, taken in zip(systems, turns))
 
 

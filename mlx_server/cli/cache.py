@@ -114,31 +114,32 @@ def run_purge(args: argparse.Namespace) -> int:
       mlx-serve cache purge --model smollm2
       mlx-serve cache purge --key 3f9c0a1b2c4d
     """
-    owner = None if args.key is None else owner_tag((f"key:{args.key}",))
-
-    def is_wanted(space: Space, record: RecordHeader) -> bool:
-        return args.model in (None, space.label) and owner in (None, record.owner)
-
-    with _locked(config_from(args)) as files:
-        if args.model is None and owner is None:
-            entries = files.entries(SUFFIX)
-            for entry in entries:
-                files.remove(entry.name)
-            done = f"{size(sum(entry.num_bytes for entry in entries))} in {files.folder} are deleted."
-        else:
-            done = f"{_store(files).delete(is_wanted):,} blocks are deleted."
-    print(done)
+    config = config_from(args)
+    if args.model is not None or args.key is not None:
+        print(f"{_delete(config, args.model, args.key):,} blocks are deleted.")
+        return 0
+    with _locked(config) as files:
+        entries = files.entries(SUFFIX)
+        for entry in entries:
+            files.remove(entry.name)
+    print(f"{size(sum(entry.num_bytes for entry in entries))} in {files.folder} are deleted.")
     return 0
 
 
 def purge_key(config: Config, key_id: str) -> int:
     """Deletes prefixes that only the key may hit. Returns the number of blocks. Raises `ServeError` while a server uses
     the folder."""
-    if not disk_folder(config.memory).is_dir():
-        return 0
-    owner = owner_tag((f"key:{key_id}",))
+    return _delete(config, None, key_id) if disk_folder(config.memory).is_dir() else 0
+
+
+def _delete(config: Config, model: str | None, key_id: str | None) -> int:
+    owner = None if key_id is None else owner_tag((f"key:{key_id}",))
+
+    def is_wanted(space: Space, record: RecordHeader) -> bool:
+        return model in (None, space.label) and owner in (None, record.owner)
+
     with _locked(config) as files:
-        return _store(files).delete(lambda space, record: record.owner == owner)
+        return _store(files).delete(is_wanted)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,6 @@ from mlx_server.errors import ServeError, did_you_mean
 
 _NO_KEY = "unused"
 _HIDDEN = "..."
-_FOLDER = "{folder}"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 _LAUNCH_KEY_VARIABLE = "MLX_SERVE_LAUNCH_KEY"
 """For clients that read their key from a variable of any name."""
@@ -52,21 +51,20 @@ def run_launch(args: argparse.Namespace) -> int:
       mlx-serve launch opencode --print
     """
     client = CLIENTS[args.client]
-    program = shutil.which(client.program)
+    program = shutil.which(args.client)
     if program is None and not args.print:
-        raise ServeError(f"{client.program} is not installed, or not on PATH. Install it: {client.install}")
+        raise ServeError(f"{args.client} is not installed, or not on PATH. Install it: {client.install}")
     target = _target(args.url, args.model)
     if args.print:
-        print(_shown(client, target, args.arguments))
+        setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN), "{folder}")
+        print(_shown(setup, [args.client, *setup.arguments, *args.arguments]))
         return 0
-    setup = client.setup(target)
     assert program is not None
-    with tempfile.TemporaryDirectory(prefix="mlx-serve-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="mlx-serve-") as folder:
+        setup = client.setup(target, folder)
         for file, text in setup.files.items():
-            (folder / file).write_text(text, encoding="utf-8")
-        command = [program, *(_filled(word, folder) for word in setup.arguments), *args.arguments]
-        return _run(command, _environment(setup.environment, folder))
+            Path(folder, file).write_text(text, encoding="utf-8")
+        return _run([program, *setup.arguments, *args.arguments], _environment(setup.environment))
 
 
 def _target(url: str, model: str | None) -> Target:
@@ -82,13 +80,8 @@ def _target(url: str, model: str | None) -> Target:
     return Target(server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit)
 
 
-def _filled(text: str, folder: Path) -> str:
-    return text.replace(_FOLDER, str(folder))
-
-
-def _environment(changes: Mapping[str, str | None], folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in changes}
-    return kept | {name: _filled(value, folder) for name, value in changes.items() if value is not None}
+def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
@@ -116,15 +109,14 @@ def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _shown(client: Client, target: Target, arguments: list[str]) -> str:
-    """A shell script that does the same, without the key."""
-    setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN))
+def _shown(setup: Setup, command: list[str]) -> str:
+    """A shell script that does the same."""
     lines = [f"unset {name}" for name, value in setup.environment.items() if value is None]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in setup.environment.items() if value is not None]
     for name, text in setup.files.items():
-        lines.append(f"# {_FOLDER}/{name}, in a temporary folder:")
+        lines.append(f"# {{folder}}/{name}, in a temporary folder:")
         lines += [f"#   {line}" for line in text.splitlines()]
-    lines.append(shlex.join([client.program, *setup.arguments, *arguments]))
+    lines.append(shlex.join(command))
     return "\n".join(lines)
 
 
@@ -141,8 +133,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings for one start of a client. `environment` has None for variables that must not be set. `files` are in
-    a temporary folder, for whose path `{folder}` stands in values and arguments."""
+    """The settings for one start of a client. `environment` has None for variables that must not be set. `files` are
+    written into a temporary folder before the start."""
 
     environment: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -151,14 +143,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: the `program` that starts it, and a command that installs it."""
+    """A client: a command that installs it, and its settings, which get the path of the temporary folder."""
 
-    program: str
     install: str
-    setup: Callable[[Target], Setup]
+    setup: Callable[[Target, str], Setup]
 
 
-def _claude(target: Target) -> Setup:
+def _claude(target: Target, folder: str) -> Setup:
     """The settings file takes precedence over the user's own, whose `env` would otherwise override the environment."""
     models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     environment = {
@@ -173,11 +164,11 @@ def _claude(target: Target) -> Setup:
     return Setup(
         {**environment, "ANTHROPIC_API_KEY": None},  # it would take precedence over the token
         {"settings.json": _json({"env": environment})},
-        ("--settings", "{folder}/settings.json"),
+        ("--settings", f"{folder}/settings.json"),
     )
 
 
-def _codex(target: Target) -> Setup:
+def _codex(target: Target, folder: str) -> Setup:
     provider = "model_providers.mlx-serve"
     settings: dict[str, Any] = {
         "model": target.model,
@@ -195,7 +186,7 @@ def _codex(target: Target) -> Setup:
     return Setup({_LAUNCH_KEY_VARIABLE: target.key}, arguments=tuple(arguments))
 
 
-def _opencode(target: Target) -> Setup:
+def _opencode(target: Target, folder: str) -> Setup:
     model: dict[str, Any] = {"name": target.model}
     if target.max_model_len is not None:
         model["limit"] = {"context": target.max_model_len, "output": _output_limit(target.max_model_len)}
@@ -208,12 +199,12 @@ def _opencode(target: Target) -> Setup:
     name = f"mlx-serve/{target.model}"
     config = {"provider": {"mlx-serve": provider}, "model": name, "small_model": name}
     return Setup(
-        {"OPENCODE_CONFIG": "{folder}/opencode.json", _LAUNCH_KEY_VARIABLE: target.key},
+        {"OPENCODE_CONFIG": f"{folder}/opencode.json", _LAUNCH_KEY_VARIABLE: target.key},
         {"opencode.json": _json(config)},
     )
 
 
-def _aider(target: Target) -> Setup:
+def _aider(target: Target, folder: str) -> Setup:
     name = f"openai/{target.model}"
     facts: dict[str, Any] = {
         "litellm_provider": "openai",
@@ -231,7 +222,7 @@ def _aider(target: Target) -> Setup:
         {"models.json": _json({name: facts})},
         (
             *("--model", name, "--weak-model", name, "--openai-api-base", f"{target.url}/v1"),
-            *("--model-metadata-file", "{folder}/models.json", "--no-show-model-warnings"),
+            *("--model-metadata-file", f"{folder}/models.json", "--no-show-model-warnings"),
         ),
     )
 
@@ -246,9 +237,9 @@ def _json(value: Any) -> str:
 
 
 CLIENTS: Mapping[str, Client] = {
-    "claude": Client("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Client("codex", "npm install -g @openai/codex", _codex),
-    "opencode": Client("opencode", "npm install -g opencode-ai", _opencode),
-    "aider": Client("aider", "uv tool install aider-chat", _aider),
+    "claude": Client("npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Client("npm install -g @openai/codex", _codex),
+    "opencode": Client("npm install -g opencode-ai", _opencode),
+    "aider": Client("uv tool install aider-chat", _aider),
 }
-"""By their names in `mlx-serve launch`."""
+"""By the programs that start them, which are their names in `mlx-serve launch`."""

@@ -274,10 +274,6 @@ def _short_usage(parser: argparse.ArgumentParser) -> str | None:
     """One line, instead of a screen full of options; None if they fit."""
     if len(parser.format_usage()) < _MAX_USAGE_CHARS:
         return None
-    positionals = [action for action in parser._actions if not action.option_strings]
-    return " ".join([parser.prog, *(_positional(action) for action in positionals), "[options]"])
-
-
-def _positional(action: argparse.Action) -> str:
-    name = str(action.metavar or action.dest)
-    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
+    formatter = parser._get_formatter()
+    formatter.add_usage(None, parser._get_positional_actions(), [], prefix="")
+    return f"{formatter.format_help().strip()} [options]"

@@ -10,9 +10,8 @@ import pytest
 from matplotlib.axes import Axes
 
 from mlx_server.bench.serve import command
-from mlx_server.bench.serve.charts import TITLES, draw, write_charts
 from mlx_server.bench.serve.client import RequestRecord
-from mlx_server.bench.serve.report import describe_requests, summarise
+from mlx_server.bench.serve.report import TITLES, describe_requests, draw, summarise, write_charts
 from mlx_server.errors import ConfigError
 
 LIMITS = {"ttft": 250.0}

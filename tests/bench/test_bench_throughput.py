@@ -256,14 +256,14 @@ class NoModel:
 PAIR = Workload("pair", (WorkloadRequest((1,) * 6, 2), WorkloadRequest((2,) * 4, 1)))
 
 
-def test_turns_rotate_and_each_is_opened_warmed_up_and_closed():
+def test_turns_rotate_and_each_is_opened_warmed_up_and_closed(capsys):
     log = []
     systems = [ScriptedSystem("A", log), ScriptedSystem("B", log)]
-    seen = []
-    compare(systems, PAIR, make_warm_up(9), NoModel, num_turns=2, on_turn=lambda s, n, _: seen.append((s.label, n)))
+    compare(systems, PAIR, make_warm_up(9), NoModel, num_turns=2)
     one_turn = [f"{action} {label}" for label in "AB" for action in ("open", "warm-up", "pair", "close")]
     assert log == one_turn + one_turn
-    assert seen == [("A", 0), ("B", 0), ("A", 1), ("B", 1)]
+    seen = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert seen == ["turn 1, A", "turn 1, B", "turn 2, A", "turn 2, B"]
 
 
 def test_too_short_an_output_is_an_error_and_the_system_is_closed():

@@ -12,10 +12,10 @@ from mlx_server.bench.serve.run import Arrivals
 from mlx_server.bench.serve.workloads import (
     SHAPES,
     Plan,
-    Prompt,
     Prompts,
     Recorded,
     TraceLine,
+    Turn,
     make_plan,
     read_dataset,
     warm_up_sessions,
@@ -35,7 +35,7 @@ def words(plan: Plan) -> list[list[str]]:
 
 
 def trace(name: str, **replay: object) -> Plan:
-    return Recorded(read_dataset(DATA / name), 64, **replay).plan(make_prompts())
+    return Recorded(read_dataset(DATA / name), **replay).plan(make_prompts())
 
 
 # -- shapes
@@ -87,7 +87,7 @@ def test_warm_up_is_as_long_as_the_plan_and_other_text():
 
 def test_prompts_are_sent_as_they_are():
     lines = read_dataset(DATA / "prompts.jsonl")
-    plan = Recorded(lines, 64).plan(make_prompts())
+    plan = Recorded(lines).plan(make_prompts())
     assert [session.turns[0].max_tokens for session in plan.sessions] == [12, 64, 5]
     assert [[m["role"] for m in session.turns[0].messages] for session in plan.sessions] == [
         ["user"],
@@ -95,7 +95,7 @@ def test_prompts_are_sent_as_they_are():
         ["system", "user"],
     ]
     assert plan.sessions[1].turns[0].messages[0]["content"] == "Name a stone."
-    assert isinstance(lines[0], Prompt)
+    assert isinstance(lines[0], Turn)
 
 
 def test_mooncakes_hash_ids_become_shared_text():

@@ -48,8 +48,8 @@ class Machine:
         self.server = server
         self.programs = folder / "bin"
         self.programs.mkdir()
-        for client in CLIENTS.values():
-            program = self.programs / client.program
+        for client in CLIENTS:
+            program = self.programs / client
             program.write_text(PROGRAM.format(python=sys.executable))
             program.chmod(0o755)
 
@@ -191,7 +191,7 @@ def test_print_shows_all_but_the_key_and_starts_nothing(
     assert machine.server.url in shown
     assert "first" in shown
     assert "secret" not in shown
-    assert shown.splitlines()[-1].startswith(CLIENTS[client].program)
+    assert shown.splitlines()[-1].startswith(client)
     assert shown.splitlines()[-1].endswith("--flag 'a b'")
     assert not (machine.folder / "report.json").exists()
 

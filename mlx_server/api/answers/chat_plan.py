@@ -241,7 +241,8 @@ class _Written:
 
 
 def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None) -> _Written:
-    """Renders and tokenizes the prompt of `call` for `owner`. A text that is far too long for the context is tokenized in part only."""
+    """Renders and tokenizes the prompt of `call` for `owner`. A text that is far too long for the context is tokenized
+    in part only."""
     tokenizer, max_model_len = engine.tokenizer, engine.max_model_len
 
     def cut(text: str) -> str:

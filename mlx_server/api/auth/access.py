@@ -191,8 +191,8 @@ class HeldBody:
 
 
 class AccessMiddleware:
-    """Refuses requests by host, origin and key. In the state of an accepted request it sets, until the
-    answer ends, `caller`, `held_body`, and `leases`, an `ExitStack` that releases what the request holds, like the model that it
+    """Refuses requests by host, origin and key. In the state of an accepted request it sets, until the answer ends,
+    `caller`, `held_body`, and `leases`, an `ExitStack` that releases what the request holds, like the model that it
     keeps loaded."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing) -> None:

@@ -122,8 +122,8 @@ class EventStream(EventSourceResponse):
     clients do not give up during a long prefill. It is not sent while an event is being sent or was just sent, so none
     follows the last event.
 
-    Keep-alives and disconnects are sse-starlette's. Events bypass its iterator, which would cost a task switch, a timer, a
-    lock and all middlewares for each of them: `write_stream` writes them to a `PieceWriter`.
+    Keep-alives and disconnects are sse-starlette's. Events bypass its iterator, which would cost a task switch, a
+    timer, a lock and all middlewares for each of them: `write_stream` writes them to a `PieceWriter`.
     """
 
     def __init__(

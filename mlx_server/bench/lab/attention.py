@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -253,23 +253,18 @@ class Timed:
     @property
     def mean_s(self) -> float:
         """The geometric mean, so that a long case does not outweigh the others."""
-        return math.exp(sum(map(math.log, self.times_s)) / len(self.times_s))
+        return statistics.geometric_mean(self.times_s)
 
 
 def kernel_variants(shape: DecodeShape) -> list[KernelVariant]:
     """The default variant, then all others that can be launched, without fixed partitions. Of variants that are
     compiled to the same kernel, only the first is returned."""
     heads = sorted({-(-shape.group_size // 2**halvings) for halvings in range(shape.group_size.bit_length())})
-    variants = [
-        KernelVariant(heads_per_simdgroup, simdgroups, lanes, rows)
-        for heads_per_simdgroup in heads
-        for simdgroups in _SIMDGROUPS
-        for lanes in _LANES
-        for rows in _ROWS_AHEAD
-    ]
+    sizes = itertools.product(heads, _SIMDGROUPS, _LANES, _ROWS_AHEAD)
     distinct: dict[tuple[int, ...], KernelVariant] = {}
-    for variant in [default_variant(shape), *(variant for variant in variants if _is_allowed(shape, variant))]:
-        distinct.setdefault(_cut(shape, variant), variant)
+    for variant in [default_variant(shape), *(KernelVariant(*one) for one in sizes)]:
+        if _is_allowed(shape, variant):
+            distinct.setdefault(_cut(shape, variant), variant)
     return list(distinct.values())
 
 
@@ -313,12 +308,8 @@ def moved_bytes(case: Case, variant: KernelVariant, num_cores: int) -> int:
 
 
 def _timed(variants: Sequence[KernelVariant], measure: Measure) -> list[Timed]:
-    timed = []
-    for variant in variants:
-        times_s = measure(variant)
-        if times_s is not None:
-            timed.append(Timed(variant, times_s))
-    return timed
+    measured = ((variant, measure(variant)) for variant in variants)
+    return [Timed(variant, times_s) for variant, times_s in measured if times_s is not None]
 
 
 def _is_allowed(shape: DecodeShape, variant: KernelVariant) -> bool:

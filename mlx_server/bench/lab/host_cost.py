@@ -28,9 +28,9 @@ from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.bench.arguments import add_json_argument, from_0, from_1
-from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.instruments import write_figures
 from mlx_server.bench.lab.stream_cost import measure_streams, render_streams
-from mlx_server.bench.tables import render_items, write_json
+from mlx_server.bench.tables import render_items
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
 from mlx_server.runtime.cache.block_tables import BlockTables
@@ -75,18 +75,16 @@ def run(args: argparse.Namespace) -> int:
     if args.streams:
         streams = [measure_streams(num_streams, args.step_ms, args.num_steps) for num_streams in args.streams]
         print(render_streams(streams))
-        return _write(args, [asdict(cost) for cost in streams])
+        write_figures(args.json, "host-cost", results=[asdict(cost) for cost in streams])
+        return 0
     costs = [
         measure(num_running, num_waiting, args.num_steps, speculates=args.speculate)
         for num_waiting in args.num_waiting
         for num_running in args.num_running
     ]
     print(render(costs))
-    return _write(args, [{**asdict(cost), "total_us": cost.total_us} for cost in costs])
-
-
-def _write(args: argparse.Namespace, results: list[dict[str, Any]]) -> int:
-    write_json(args.json, {"benchmark": "host-cost", "environment": describe_environment(), "results": results})
+    results = [{**asdict(cost), "total_us": cost.total_us} for cost in costs]
+    write_figures(args.json, "host-cost", results=results)
     return 0
 
 

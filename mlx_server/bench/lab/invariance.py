@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from mlx_server.bench.arguments import add_key_argument, add_server_arguments, api_key, from_1
+from mlx_server.bench.serve.report import read_counters
 from mlx_server.bench.serve.workloads import WORDS
 from mlx_server.errors import ServeError
 
@@ -34,7 +34,7 @@ WAYS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
 )
 _NUM_HEADS = 5
-_COUNTERS = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total")
+_COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +67,11 @@ async def _run(args: argparse.Namespace) -> int:
     async with httpx.AsyncClient(base_url=args.base_url, headers=headers, timeout=None) as http:
         try:
             equal = await count_equal(http, args.model, requests, args.max_batch, args.seed)
-            counts = await _counts(http)
+            counts = read_counters((await http.get("/metrics")).text)
         except httpx.HTTPError as error:
             raise ServeError(f"{args.base_url} cannot be measured: {error or type(error).__name__}") from error
     print(f"{equal} of {len(requests)} answers are equal, token for token and log-probability for log-probability")
-    print("; ".join(f"{name}: {count:.0f}" for name, count in counts.items()))
+    print("; ".join(f"{name}_total: {counts[name]}" for name in _COUNTERS if name in counts))
     return 0 if equal == len(requests) else 1
 
 
@@ -130,10 +130,3 @@ async def _answer(http: httpx.AsyncClient, model: str | None, request: dict[str,
         return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
         raise ServeError(f"an answer has no token ids or log-probabilities: {response.text[:200]}") from error
-
-
-async def _counts(http: httpx.AsyncClient) -> dict[str, float]:
-    """The server's values of `_COUNTERS`."""
-    text = (await http.get("/metrics")).text
-    found = {name: re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in _COUNTERS}
-    return {name: sum(map(float, values)) for name, values in found.items() if values}

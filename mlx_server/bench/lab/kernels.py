@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_server.bench.arguments import add_json_argument, crossed_numbers, from_1
-from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.instruments import write_figures
 from mlx_server.bench.lab.attention import (
     Case,
     Copy,
@@ -32,7 +32,7 @@ from mlx_server.bench.lab.attention import (
     sweep,
 )
 from mlx_server.bench.lab.products import add_product_arguments, measure_all, product_document, render_products
-from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items, write_json
+from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items
 from mlx_server.config import FEWER_KV, FULL_KV
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention.backends import choose_backend
@@ -40,6 +40,7 @@ from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice import store_choices
+from mlx_server.runtime.kernels.gpu.stored import dtype_name
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.trials import median_times
 
@@ -112,9 +113,8 @@ def run(args: argparse.Namespace) -> int:
     products = measure_all(args, _dtype(args))
     if products:
         print(f"\n{render_products(products, copy)}")
-    document = {"environment": describe_environment(), **as_document(results, sweeps, copy)}
-    document["products"] = [product_document(one, copy) for one in products]
-    write_json(args.json, {"benchmark": "kernels", **document})
+    documents = [product_document(one, copy) for one in products]
+    write_figures(args.json, "kernels", **as_document(results, sweeps, copy), products=documents)
     return 0
 
 
@@ -259,7 +259,7 @@ def describe_shape(shape: DecodeShape) -> str:
     """For people: `16 heads on 8 of 128, float16`, or `..., float16 in 8 bits`."""
     dims = f"{shape.key_dim}" if shape.key_dim == shape.value_dim else f"{shape.key_dim}/{shape.value_dim}"
     stored = "" if shape.bits is None else f" in {shape.bits.words}"
-    return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape)}{stored}"
+    return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape.dtype)}{stored}"
 
 
 def describe_case(case: Case) -> str:
@@ -269,15 +269,11 @@ def describe_case(case: Case) -> str:
     return f"prefill {case.num_queries:,} of {case.context:,}"
 
 
-def dtype_name(shape: DecodeShape) -> str:
-    return str(shape.dtype).rpartition(".")[2]
-
-
 def render_results(results: Sequence[Result], copy: Copy) -> str:
     """A table with a row for each case. "MB must move" counts K/V once, queries and results; "GB/s" and "of copy" are
     computed from it."""
     backends = " and ".join(sorted({result.backend for result in results}))
-    dtypes = " and ".join(sorted({dtype_name(result.shape) for result in results}))
+    dtypes = " and ".join(sorted({dtype_name(result.shape.dtype) for result in results}))
     table = render_items(
         results,
         {
@@ -349,7 +345,7 @@ def _case_document(case: Case) -> dict[str, Any]:
     return {
         **document_of(shape, "num_query_heads", "num_kv_heads"),
         "head_dim": shape.key_dim,
-        "dtype": dtype_name(shape),
+        "dtype": dtype_name(shape.dtype),
         "kv_bits": None if shape.bits is None else str(shape.bits),
         **document_of(case, "num_sequences", "num_queries", "context", "required_bytes"),
     }

@@ -42,6 +42,7 @@ from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
+from mlx_server.runtime.kernels.gpu.stored import dtype_name
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 
 _QUESTION, _ANSWER = "What is 2 + 2?", "4"
@@ -161,8 +162,8 @@ def self_tests() -> Finding:
             )
         elif not is_cpu:
             reason = f"the {backend.name} backend is used on a GPU"
-        name = f"{spec.dtype} {spec.key_dim}" + ("" if spec.bits is None else f" in {spec.bits.words}")
-        rows.append((name.removeprefix("mlx.core."), backend.name, reason or "passed"))
+        name = f"{dtype_name(spec.dtype)} {spec.key_dim}" + ("" if spec.bits is None else f" in {spec.bits.words}")
+        rows.append((name, backend.name, reason or "passed"))
         if reason is not None:
             problems.append(f"{name}: {reason}")
     return Finding(render_table(("type and head size", "backend", "result"), rows), problems)

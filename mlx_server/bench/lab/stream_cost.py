@@ -30,7 +30,7 @@ from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.bench.random_folder import save_folder, word_tokenizer
 from mlx_server.bench.tables import render_items
-from mlx_server.config import Config, ServerConfig, load_config
+from mlx_server.config import BLOCK_SIZE, Config, ServerConfig, load_config
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.observed import ObservedExecutor
@@ -50,7 +50,6 @@ _FIRST_STEPS_S = 0.02
 _PIECE = b"x" * 230
 """As long as the SSE event of one token."""
 
-_BLOCK_TOKENS = 16
 _TIMEOUT_S = 120.0
 _VOCAB_SIZE = 2048
 _MODEL = {
@@ -160,28 +159,24 @@ def _read_streams(plan: _Plan, server: Connection) -> tuple[float, float]:
     if not server.poll(_TIMEOUT_S):
         raise TimeoutError("the server has not started")
     address = ("127.0.0.1", server.recv())
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as clients:
         for _ in range(plan.num_streams):
-            client = socket.create_connection(address)
+            client = clients.enter_context(socket.create_connection(address))
             client.sendall(plan.request)
-            selector.register(client, selectors.EVENT_READ)
+            selector.register(client, selectors.EVENT_READ, client)
         deadline_s = time.monotonic() + _TIMEOUT_S
         while not server.poll():
             for key, _ in selector.select(0.1):
-                assert isinstance(key.fileobj, socket.socket)
-                if not key.fileobj.recv(65536):
+                if not key.data.recv(65536):
                     raise ConnectionError("the server has closed a stream")
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the streams have not come")
-        for key in selector.get_map().values():
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
     measured: tuple[float, float] = server.recv()
     return measured
 
 
 def _serve(plan: _Plan, client: Connection) -> None:
-    num_blocks = plan.num_streams * (2 + (plan.max_tokens + 100) // _BLOCK_TOKENS)
+    num_blocks = plan.num_streams * (2 + (plan.max_tokens + 100) // BLOCK_SIZE)
     flags = {
         "model": plan.folder,
         "max_num_seqs": plan.num_streams,

@@ -34,9 +34,8 @@ from mlx_server.bench.arguments import (
     from_1,
     output_file,
 )
-from mlx_server.bench.serve.charts import check_plotting, write_charts
 from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
-from mlx_server.bench.serve.report import LIMITED, render, without_arrays
+from mlx_server.bench.serve.report import LIMITED, check_plotting, render, without_arrays, write_charts
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, measure
 from mlx_server.bench.serve.workloads import SHAPES, Recorded, Shape, Span, read_dataset
 from mlx_server.bench.tables import write_json
@@ -44,7 +43,6 @@ from mlx_server.errors import ConfigError
 
 INTRUDER = "long-prompt-intruder"
 WORKLOADS = (*SHAPES, INTRUDER)
-_OUTPUT_LEN = 64
 _STREAM_LEN = 512
 
 
@@ -65,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dataset", type=Path, metavar="FILE", help="prompts (JSON lines) or a trace (Mooncake, Azure, BurstGPT)")
     add("--trace-speed", type=above_0, default=1.0, metavar="X", help="replay a trace X times as fast")
     add("--trace-shrink", type=from_1, default=1, metavar="N", help="divide a trace's lengths by N")
-    add_workload_arguments(parser)
-    add_request_arguments(parser)
+    add_load_arguments(parser)
     add_json_argument(parser, "the result, with the times of every request,")
     add("--plot", type=output_file, metavar="FILE.png", help="write charts as a picture; needs matplotlib")
 
@@ -120,23 +117,9 @@ def json_object(text: str) -> dict[str, Any]:
     return made
 
 
-def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options for what a request looks like."""
-    add = parser.add_argument
-    add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="/v1/completions or /v1/chat/completions")
-    add(
-        "--extra-body",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help='fields to add to every request; null removes one, like {"ignore_eos": null} for a server that refuses it',
-    )
-    add("--seed", type=int, default=0, help="of prompts, lengths, arrivals and tiers")
-    add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent first and not measured")
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that change a workload: lengths, arrivals, and limits for good requests."""
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options that change a workload (lengths, arrivals, limits for good requests), and those for what a
+    request looks like."""
     add = parser.add_argument
     add("--num-prompts", type=from_1, metavar="N", help="conversations of the workload, or lines of the dataset")
     add("--prefix-len", type=from_0, metavar="TOKENS", help="tokens of a prefix that all prompts share")
@@ -149,6 +132,16 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=above_0, metavar="R", help="requests a second; default: all at once, or the trace's")
     add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; default: 1 (Poisson)")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of good requests, like ttft:500 tpot:50")
+    add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="/v1/completions or /v1/chat/completions")
+    add(
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='fields to add to every request; null removes one, like {"ignore_eos": null} for a server that refuses it',
+    )
+    add("--seed", type=int, default=0, help="of prompts, lengths, arrivals and tiers")
+    add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent first and not measured")
 
 
 def make_target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
@@ -199,9 +192,8 @@ def shape(args: argparse.Namespace, made: Shape) -> Shape:
 
 
 def _recorded(args: argparse.Namespace, path: Path) -> Recorded:
-    lines = read_dataset(path, args.num_prompts)
-    output_len = args.output_len.low if args.output_len else _OUTPUT_LEN
-    return Recorded(lines, output_len, args.trace_speed, args.trace_shrink)
+    given = {"output_len": args.output_len.low} if args.output_len else {}
+    return Recorded(read_dataset(path, args.num_prompts, **given), args.trace_speed, args.trace_shrink)
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | None:

@@ -1,4 +1,4 @@
-"""The figures of a measured run, by vLLM's names, keys and definitions.
+"""The figures of a measured run, by vLLM's names, keys and definitions, and their tables and charts.
 
 TTFT   from sending to the first token event
 ITL    every gap between token events, pooled over requests
@@ -12,24 +12,31 @@ one, and the most requests open at any time in one.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlx_server.bench.serve.client import RequestRecord
 from mlx_server.bench.tables import render_items, render_table
+from mlx_server.environment import install_command
+from mlx_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FIGURES = ("ttft", "tpot", "itl", "e2el")
 LIMITED = ("ttft", "tpot", "e2el")
 """Figures with one value for each request, which `--goodput` can limit."""
 
 SPREADS = ("mean", "median", "std", "p90", "p95", "p99")
-_SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_CALL_SAMPLE = re.compile(r"^(mlx_serve:model_calls|vllm:generation_tokens)_total(?:\{.*\})? (\S+)", re.MULTILINE)
+_COUNTER = re.compile(r"^((?:vllm|mlx_serve):\w+)_total(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 
@@ -97,48 +104,41 @@ def _is_good(record: RequestRecord, limits_ms: Mapping[str, float]) -> bool:
     return all(1e3 * found[name] <= limit for name, limit in limits_ms.items())
 
 
-def parse_drafts(scrape: str) -> Counter[str]:
-    """vLLM's counters of speculative decoding in the text of `/metrics`, summed over all models, by name; the keys
-    `:0`, `:1`, ... count accepted tokens by their position in the draft."""
+def read_counters(scrape: str) -> Counter[str]:
+    """The counters in the text of `/metrics` by name, without `_total`, summed over their labels; those with a position
+    in a draft are `name:0`, `name:1`, ..."""
     counts: Counter[str] = Counter()
-    for name, labels, value in _SAMPLE.findall(scrape):
+    for name, labels, value in _COUNTER.findall(scrape):
         position = _POSITION.search(labels)
-        counts[name if position is None else f":{position[1]}"] += int(float(value))
+        counts[name if position is None else f"{name}:{position[1]}"] += int(float(value))
     return counts
 
 
-def describe_drafts(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
-    """Acceptance between two `parse_drafts`, under vLLM's keys; empty if nothing was drafted. The acceptance length
-    includes the token that the model adds; the rates by position are shares of the drafts."""
-    new = {name: count - before[name] for name, count in after.items()}
-    num_drafts, num_tokens, num_accepted = (new.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    if num_drafts <= 0 or num_tokens <= 0:
-        return {}
-    positions = sorted(int(name[1:]) for name in new if name.startswith(":"))
-    return {
-        "spec_decode_acceptance_rate": 100.0 * num_accepted / num_tokens,
-        "spec_decode_acceptance_length": 1.0 + num_accepted / num_drafts,
-        "spec_decode_num_drafts": num_drafts,
-        "spec_decode_draft_tokens": num_tokens,
-        "spec_decode_accepted_tokens": num_accepted,
-        "spec_decode_per_position_acceptance_rates": [new[f":{at}"] / num_drafts for at in positions],
-    }
-
-
-def describe_calls(before: str, after: str) -> dict[str, float]:
-    """Output tokens for each call of the model, between two texts of `/metrics`; empty if the server does not count
-    calls. Without drafts it is at most the number of streams."""
-    new = _count_calls(after)
-    new.subtract(_count_calls(before))
-    num_calls, num_tokens = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
-    return {"output_tokens_per_model_call": num_tokens / num_calls} if num_calls > 0 and num_tokens >= 0 else {}
-
-
-def _count_calls(scrape: str) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for name, value in _CALL_SAMPLE.findall(scrape):
-        counts[name] += int(float(value))
-    return counts
+def describe_counters(before: str, after: str) -> dict[str, Any]:
+    """What a run added to the counters of `/metrics`, read before and after it: output tokens for each call of the
+    model, and the acceptance of drafts under vLLM's keys; without what the server does not count or has not done. The
+    acceptance length includes the token that the model adds; the rates by position are shares of the drafts."""
+    new = read_counters(after)
+    new.subtract(read_counters(before))
+    found: dict[str, Any] = {}
+    num_calls, num_output = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
+    if num_calls > 0 and num_output >= 0:
+        found["output_tokens_per_model_call"] = num_output / num_calls
+    num_drafts, num_tokens, num_accepted = (
+        new[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if num_drafts > 0 and num_tokens > 0:
+        by_position = "vllm:spec_decode_num_accepted_tokens_per_pos:"
+        positions = sorted(int(name.removeprefix(by_position)) for name in new if name.startswith(by_position))
+        found |= {
+            "spec_decode_acceptance_rate": 100.0 * num_accepted / num_tokens,
+            "spec_decode_acceptance_length": 1.0 + num_accepted / num_drafts,
+            "spec_decode_num_drafts": num_drafts,
+            "spec_decode_draft_tokens": num_tokens,
+            "spec_decode_accepted_tokens": num_accepted,
+            "spec_decode_per_position_acceptance_rates": [new[f"{by_position}{at}"] / num_drafts for at in positions],
+        }
+    return found
 
 
 def without_arrays(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,3 +245,62 @@ def _by_second(records: Sequence[RequestRecord]) -> tuple[Counter[int], Counter[
 
 def _rate(count: int, duration_s: float) -> float:
     return count / duration_s if duration_s else 0.0
+
+
+# -- charts, drawn with matplotlib
+
+TITLES = (
+    *("Time to first token", "Time per output token", "Gaps between tokens", "End-to-end latency"),
+    *("Output over time", "Time to first token by prompt length"),
+)
+
+
+def check_plotting() -> None:
+    """Raises `ConfigError` without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot needs matplotlib, which is not installed. Install it: {install_command('bench')}.")
+
+
+def write_charts(result: Mapping[str, Any], path: Path) -> None:
+    """Writes all charts as one PNG."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):  # names may contain dollar signs
+        draw(result).savefig(path, dpi=120, format="png")
+
+
+def draw(result: Mapping[str, Any]) -> Figure:
+    """Latency distributions, output over time, and TTFT by prompt length, of the complete requests. Each tier, or each
+    part of a workload, has its own colour."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 9.6), layout="constrained")
+    figure.suptitle(f"{result['model_id']}, {result['workload']}")
+    charts = list(figure.subplots(3, 2).flat)
+    *distributions, output, by_length = charts
+    for number, (group, records) in enumerate(sorted(_by_group(result).items())):
+        look: dict[str, Any] = {"color": f"C{number}", "label": group}
+        for chart, values_ms in zip(distributions, latencies_ms(records).values()):
+            if values_ms:
+                chart.ecdf(values_ms, **look)
+        counts = np.bincount([int(time_s) for record in records for time_s in record.token_times_s])
+        output.plot(np.arange(len(counts)) + 0.5, counts, **look)
+        by_length.scatter([r.num_prompt_tokens for r in records], [1e3 * r.ttft_s for r in records], s=9, **look)
+    labels = [("ms", "share")] * 4 + [("s", "token events a second"), ("prompt tokens", "ms")]
+    for chart, title, (x_label, y_label) in zip(charts, TITLES, labels):
+        chart.set(title=title, xlabel=x_label, ylabel=y_label, xlim=(0, None), ylim=(0, None))
+        chart.grid(alpha=0.3)
+    if len(set(result["groups"])) > 1:
+        figure.legend(*output.get_legend_handles_labels(), loc="outside upper right")
+    return figure
+
+
+def _by_group(result: Mapping[str, Any]) -> Mapping[str, Sequence[RequestRecord]]:
+    """The complete requests of the result document."""
+    names = ("groups", "errors", "start_times", "ttfts", "itls", "input_lens", "output_lens")
+    groups: dict[str, list[RequestRecord]] = defaultdict(list)
+    for group, error, start_s, ttft_s, gaps_s, input_len, output_len in zip(*(result[name] for name in names)):
+        if not error:
+            token_times_s = list(accumulate(gaps_s, initial=start_s + ttft_s))
+            groups[group].append(RequestRecord(group, start_s, token_times_s, input_len, output_len))
+    return groups

@@ -18,7 +18,7 @@ from mlx_server.bench.serve.client import (
     Tier,
     connect,
 )
-from mlx_server.bench.serve.report import describe_calls, describe_drafts, describe_requests, parse_drafts, summarise
+from mlx_server.bench.serve.report import describe_counters, describe_requests, summarise
 from mlx_server.bench.serve.workloads import (
     Plan,
     Prompts,
@@ -55,13 +55,6 @@ class Arrivals:
             return times
         scale = count / self.rate / times[-1]
         return [time * scale for time in times]
-
-    def describe(self) -> dict[str, float | str]:
-        """Under vLLM's keys."""
-        return {"request_rate": self.rate, "burstiness": self.burstiness}
-
-
-_AT_ONCE = {"request_rate": "inf", "burstiness": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +141,11 @@ async def _send(
     return {
         "num_prompts": plan.num_requests,
         "max_concurrency": load.max_concurrency,
-        **(load.arrivals.describe() if load.arrivals else _AT_ONCE),
+        "request_rate": load.arrivals.rate if load.arrivals else "inf",
+        "burstiness": load.arrivals.burstiness if load.arrivals else 1.0,
         **summarise(records, duration_s, load.goodput),
         **({"tiers": by_tier} if by_tier else {}),
-        **describe_calls(before, after),
-        **describe_drafts(parse_drafts(before), parse_drafts(after)),
+        **describe_counters(before, after),
         **describe_requests(records),
     }
 

@@ -176,14 +176,6 @@ def warm_up_sessions(plan: Plan, prompts: Prompts, count: int) -> list[Session]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt of a dataset; `output_len` is None if the file does not say it."""
-
-    messages: tuple[Message, ...]
-    output_len: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class TraceLine:
     """One request of a trace: its arrival in seconds, and lengths in tokens. Equal leading hash ids are an equal
     prefix."""
@@ -193,32 +185,30 @@ class TraceLine:
     output_len: int
     hash_ids: tuple[int, ...] = ()
 
+    def scaled(self, speed: float, shrink: int) -> TraceLine:
+        """The line as it is replayed: `speed` times as fast, with lengths divided by `shrink`."""
+        input_len, output_len = (max(length // shrink, 1) for length in (self.input_len, self.output_len))
+        return TraceLine(self.arrival_s / speed, input_len, output_len, self.hash_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The requests of a file. `output_len` is for prompts without their own. A trace arrives `speed` times as fast as
-    recorded, with lengths divided by `shrink`."""
+    """The requests of a file. A trace arrives `speed` times as fast as recorded, with lengths divided by `shrink`."""
 
-    lines: Sequence[Prompt] | Sequence[TraceLine]
-    output_len: int
+    lines: Sequence[Turn] | Sequence[TraceLine]
     speed: float = 1.0
     shrink: int = 1
 
     def plan(self, prompts: Prompts) -> Plan:
         """Prompts all at once, or generated text with the lengths and arrivals of a trace."""
         return Plan(
-            tuple(
-                self._of_prompt(line) if isinstance(line, Prompt) else self._of_trace(line, prompts)
-                for line in self.lines
-            )
+            tuple(Session((line,)) if isinstance(line, Turn) else self._of_trace(line, prompts) for line in self.lines)
         )
-
-    def _of_prompt(self, line: Prompt) -> Session:
-        return Session((Turn(line.messages, line.output_len or self.output_len),))
 
     def _of_trace(self, line: TraceLine, prompts: Prompts) -> Session:
         """Equal hash ids become equal text."""
-        num_tokens = max(line.input_len // self.shrink, 1)
+        line = line.scaled(self.speed, self.shrink)
+        num_tokens = line.input_len
         block_len = BLOCK_TOKENS // self.shrink
         parts = [
             prompts.named_text(hash_id, min(block_len, num_tokens - number * block_len))
@@ -228,23 +218,22 @@ class Recorded:
         own = num_tokens - len(line.hash_ids) * block_len
         if own > 0:
             parts.append(prompts.text(own))
-        turn = Turn((user_message(" ".join(parts)),), max(line.output_len // self.shrink, 1))
-        return Session((turn,), line.arrival_s / self.speed)
+        return Session((Turn((user_message(" ".join(parts)),), line.output_len),), line.arrival_s)
 
 
-def read_dataset(path: Path, limit: int | None = None) -> list[Prompt] | list[TraceLine]:
-    """The first `limit` requests of the file; a trace is sorted by arrival, in seconds since the first. Raises
-    `ConfigError` with the number of a wrong line."""
+def read_dataset(path: Path, limit: int | None = None, output_len: int = 64) -> list[Turn] | list[TraceLine]:
+    """The first `limit` requests of the file. Prompts have answers of `output_len` tokens unless the file says it. A
+    trace is sorted by arrival, in seconds since the first. Raises `ConfigError` with the number of a wrong line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"Cannot read the dataset {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"The dataset {path} is not UTF-8 text: {error.reason}.") from error
-    lines = list(islice(_parse_lines(path, text), limit))
+    lines = list(islice(_parse_lines(path, text, output_len), limit))
     if not lines:
         raise ConfigError(f"The dataset {path} has no requests.")
-    prompts = [line for line in lines if isinstance(line, Prompt)]
+    prompts = [line for line in lines if isinstance(line, Turn)]
     arrivals = [line for line in lines if isinstance(line, TraceLine)]
     if prompts and arrivals:
         raise ConfigError(f"The dataset {path} mixes prompts with lines of a trace; split it.")
@@ -256,12 +245,12 @@ def _from_first(arrivals: Iterable[TraceLine]) -> list[TraceLine]:
     return [replace(line, arrival_s=line.arrival_s - ordered[0].arrival_s) for line in ordered]
 
 
-def _parse_lines(path: Path, text: str) -> Iterator[Prompt | TraceLine]:
+def _parse_lines(path: Path, text: str, output_len: int) -> Iterator[Turn | TraceLine]:
     is_json = text.lstrip().startswith("{")
     entries: Iterable[Any] = filter(str.strip, text.splitlines()) if is_json else csv.DictReader(io.StringIO(text))
     for number, entry in enumerate(entries, start=1):
         try:
-            line = _parse_json(json.loads(entry)) if is_json else _parse_csv(entry)
+            line = _parse_json(json.loads(entry), output_len) if is_json else _parse_csv(entry)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}, request {number} is not understood: {error!r}. {_FORMATS}") from error
         if line is not None:
@@ -275,10 +264,10 @@ _FORMATS = (
 )
 
 
-def _parse_json(entry: Mapping[str, Any]) -> Prompt | TraceLine:
+def _parse_json(entry: Mapping[str, Any], output_len: int) -> Turn | TraceLine:
     if "prompt" in entry or "messages" in entry:
-        output_len = entry.get("output_tokens")
-        return Prompt(_messages(entry), None if output_len is None else max(int(output_len), 1))
+        own_len = entry.get("output_tokens")
+        return Turn(_messages(entry), output_len if own_len is None else max(int(own_len), 1))
     return TraceLine(
         float(entry["timestamp"]) / 1000.0,
         int(entry["input_length"]),

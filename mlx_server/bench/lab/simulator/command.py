@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def render_variants(found: Mapping[str, SimulationMetrics]) -> str:
             "TTFT p50": lambda item: _seconds(percentile(item[1].all("ttft_s"), 50)),
             "TTFT p99": lambda item: _seconds(percentile(item[1].all("ttft_s"), 99)),
             "ITL p99": lambda item: _seconds(item[1].gap_percentile(99)),
-            "ITL max": lambda item: _seconds(item[1].longest_gap_s),
+            "ITL max": lambda item: _seconds(item[1].gap_percentile(100)),
             "queue p99 high": lambda item: _seconds(percentile(item[1].tiers[Priority.HIGH].queue_s, 99)),
             "queue p99 low": lambda item: _seconds(percentile(item[1].tiers[Priority.LOW].queue_s, 99)),
             "queue max low": lambda item: _seconds(percentile(item[1].tiers[Priority.LOW].queue_s, 100)),
@@ -262,9 +263,9 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, SimulationMetrics] = {}
     if args.write_trace is not None:
         write_trace(args.write_trace, arrivals)
-    for name, variant in _variants(_limits(args), args).items():
+    for name, variant in _variants(args).items():
         print_progress(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
-        found[name] = _replay(variant, arrivals, args)
+        found[name] = _replay(variant(), arrivals, args)
     first = next(iter(found.values()))
     print(f"{summarize(first)}\n\n{render_tiers(first)}")
     if len(found) > 1:
@@ -275,34 +276,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
+def _variants(args: argparse.Namespace) -> dict[str, partial[Simulation]]:
     """What is replayed: the scheduler with or without some of its mechanisms."""
-
-    limits: SchedulerLimits
-    is_async: bool = True
-    enable_prefix_caching: bool = True
-    drafts: DraftMix | None = None
-    disk: DiskCost | None = None
-
-
-def _variants(limits: SchedulerLimits, args: argparse.Namespace) -> dict[str, _Variant]:
-    plain = _Variant(limits, disk=_disk(args))
+    limits = _limits(args)
+    plain = partial(
+        Simulation,
+        limits=limits,
+        num_blocks=args.num_blocks,
+        cost=replace(PROFILES[args.profile].cost, is_self_running=args.self_running),
+        explained=args.explain,
+        disk=_disk(args),
+    )
     full = plain
     variants = {"all mechanisms": full}
     if args.draft_acceptance:
         mix = DraftMix(acceptances=tuple(args.draft_acceptance), found_share=args.draft_share, seed=args.seed)
-        full = replace(plain, drafts=mix)
+        full = partial(plain, drafts=mix)
         variants = {"all mechanisms": full, "no drafts": plain}
-    if full.disk is not None:
-        variants["no disk"] = replace(full, disk=None)
+    if args.kv_disk is not None:
+        variants["no disk"] = partial(full, disk=None)
     if args.ablate:
         variants |= {
-            "no stall bound": replace(plain, limits=replace(limits, bound_stalls=False)),
-            "no prefix deduplication": replace(plain, limits=replace(limits, deduplicate_prefixes=False)),
-            "no step ahead": replace(plain, is_async=False),
-            "no aging": replace(plain, limits=replace(limits, aging_rate=0.0)),
-            "no prefix cache": replace(plain, enable_prefix_caching=False, disk=None),
+            "no stall bound": partial(plain, limits=replace(limits, bound_stalls=False)),
+            "no prefix deduplication": partial(plain, limits=replace(limits, deduplicate_prefixes=False)),
+            "no step ahead": partial(plain, is_async=False),
+            "no aging": partial(plain, limits=replace(limits, aging_rate=0.0)),
+            "no prefix cache": partial(plain, enable_prefix_caching=False, disk=None),
         }
     return variants
 
@@ -321,18 +320,7 @@ def _disk(args: argparse.Namespace) -> DiskCost | None:
     )
 
 
-def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
-    cost = replace(PROFILES[args.profile].cost, is_self_running=args.self_running)
-    simulation = Simulation(
-        variant.limits,
-        args.num_blocks,
-        cost,
-        is_async=variant.is_async,
-        enable_prefix_caching=variant.enable_prefix_caching,
-        explained=args.explain,
-        drafts=variant.drafts,
-        disk=variant.disk,
-    )
+def _replay(simulation: Simulation, arrivals: Iterable[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
     metrics = simulation.run(arrivals) if args.clients is None else _run_closed(simulation, args)
     if simulation.explanation:
         print("\n".join(simulation.explanation), end="\n\n")
@@ -353,9 +341,8 @@ def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
     if min(args.tiers) < 0 or sum(args.tiers) <= 0:
         raise ConfigError(f"--tiers is {' '.join(map(str, args.tiers))}; shares are at least 0, and one is above 0.")
     if args.trace is not None:
-        traced = read_trace(args.trace, shrink=args.shrink, tiers=args.tiers, seed=args.seed)
-        faster = (replace(request, arrival_s=request.arrival_s / args.speed_up) for request in traced)
-        return list(islice(faster, args.num_requests))
+        options = {"shrink": args.shrink, "speed": args.speed_up, "tiers": args.tiers, "seed": args.seed}
+        return read_trace(args.trace, **options)[: args.num_requests]
     traffic = Traffic(_mix(args), args.seed)
     if args.turns > 1:
         return traffic.chats(args.rate, args.turns, args.pause_s, args.num_requests)

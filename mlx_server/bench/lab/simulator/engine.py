@@ -15,7 +15,7 @@ from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation, SpeculationCounters
 from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
-from mlx_server.bench.lab.simulator.traces import MAX_DRAFT_TOKENS, DraftMix, MadeUpDrafts, TracedRequest
+from mlx_server.bench.lab.simulator.traces import MAX_DRAFT_TOKENS, TOKEN, DraftMix, MadeUpDrafts, TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import (
@@ -84,10 +84,6 @@ class SimulationMetrics:
         """Over all tiers; 0 if no request finished."""
         return statistics.fmean(self.all("ttft_s") or [0.0])
 
-    @property
-    def longest_gap_s(self) -> float:
-        return max(max(tier.gaps_s, default=0.0) for tier in self.tiers.values())
-
     def gap_percentile(self, percent: float) -> float:
         """The largest of the tiers' percentiles."""
         return max(percentile(tier.gaps_s, percent) for tier in self.tiers.values())
@@ -100,7 +96,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(math.ceil(len(values) * percent / 100.0), 1) - 1]
 
 
-_TOKEN = SampledToken(7)
 _MIN_DISK_WAIT_S = 1e-3
 _COPY_BYTES_PER_S = 3e9
 """Rate at which the host copies blocks between pool and disk while the device computes."""
@@ -147,16 +142,6 @@ class CostModel:
         return num_output_tokens * self.base_s + (num_output_tokens - 1) * self.decode_s + self.prompt_s * prompt_cost
 
 
-@dataclass(slots=True)
-class _Progress:
-    """A request in the simulator that has not ended."""
-
-    traced: TracedRequest
-    request: Request
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-
-
 class Simulation:
     """Replays arrivals. One `run` each."""
 
@@ -194,7 +179,7 @@ class Simulation:
         self._device_free_s = 0.0
         self._began_s = 0.0
         self._submitted: deque[tuple[ModelRunnerOutput, float]] = deque()
-        self._in_progress: dict[str, _Progress] = {}
+        self._in_progress: dict[str, Request] = {}
         self._num_arrived = 0
         self._explained = None if explained is None else str(explained)
         self.explanation: list[str] = []
@@ -202,9 +187,9 @@ class Simulation:
     def run(
         self,
         arrivals: Iterable[TracedRequest],
-        next_of: Callable[[TracedRequest, float], TracedRequest | None] | None = None,
+        next_of: Callable[[Priority, float], TracedRequest | None] | None = None,
     ) -> SimulationMetrics:
-        """Serves all arrivals to their end. When a request ends, `next_of(request, now)` gives the next request of its
+        """Serves all arrivals to their end. When a request ends, `next_of(its tier, now)` gives the next request of its
         client. Raises `AssertionError` if an integrity check fails."""
         start_s = time.perf_counter()
         self._next_of = next_of
@@ -241,7 +226,7 @@ class Simulation:
         self._num_arrived += 1
         request = Request(
             request_id,
-            [_TOKEN.token_id] * traced.num_prompt_tokens,
+            [TOKEN.token_id] * traced.num_prompt_tokens,
             _SAMPLING,
             arrival_s=traced.arrival_s,
             max_total_tokens=traced.num_prompt_tokens + traced.num_output_tokens,
@@ -255,8 +240,8 @@ class Simulation:
             self.metrics.tiers[traced.tier].num_refused += 1
             return
         for output in displaced:
-            self.metrics.tiers[self._in_progress.pop(output.request_id).traced.tier].num_refused += 1
-        self._in_progress[request_id] = _Progress(traced, request)
+            self.metrics.tiers[self._in_progress.pop(output.request_id).priority].num_refused += 1
+        self._in_progress[request_id] = request
         self.metrics.num_most_waiting = max(self.metrics.num_most_waiting, self.scheduler.num_waiting)
 
     def _due_s(self) -> float:
@@ -279,7 +264,7 @@ class Simulation:
 
     def _schedule(self) -> SchedulerOutput | None:
         for expired in self.scheduler.expire(self._now):
-            self.metrics.tiers[self._in_progress.pop(expired.request_id).traced.tier].num_refused += 1
+            self.metrics.tiers[self._in_progress.pop(expired.request_id).priority].num_refused += 1
         output = self.scheduler.schedule(self._now)
         if output is None:
             return None
@@ -310,12 +295,12 @@ class Simulation:
         return output
 
     def _sample(self, chunk: ScheduledChunk) -> SampledToken:
-        return _TOKEN if self._drafts is None else self._drafts.sampled(chunk.request_id, chunk.num_drafts)
+        return TOKEN if self._drafts is None else self._drafts.sampled(chunk.request_id, chunk.num_drafts)
 
     def _explain(self, step: SchedulerOutput) -> None:
-        progress = None if self._explained is None else self._in_progress.get(self._explained)
-        if progress is not None and progress.request.num_computed_tokens <= progress.traced.num_prompt_tokens:
-            why = self.scheduler.explain(progress.request, step)
+        request = None if self._explained is None else self._in_progress.get(self._explained)
+        if request is not None and request.num_computed_tokens <= request.num_prompt_tokens:
+            why = self.scheduler.explain(request, step)
             self.explanation.append(f"{self._now:10.3f} s  step {step.step_id}: {why}")
 
     def _finish_step(self) -> None:
@@ -325,28 +310,29 @@ class Simulation:
             self._take(output)
 
     def _take(self, output: RequestOutput) -> None:
-        progress = self._in_progress[output.request_id]
+        request = self._in_progress[output.request_id]
         now = self._now
-        if progress.first_token_s is None:
-            progress.first_token_s = now
+        if request.last_token_s is None:
+            request.first_token_s = now
         else:
-            self.metrics.tiers[progress.traced.tier].gaps_s.append(now - progress.last_token_s)
-        progress.last_token_s = now
+            self.metrics.tiers[request.priority].gaps_s.append(now - request.last_token_s)
+        request.last_token_s = now
         if output.finish_reason is not None:
             del self._in_progress[output.request_id]
-            self._finish(progress, progress.first_token_s)
-            following = self._next_of(progress.traced, now) if self._next_of else None
+            self._finish(request)
+            following = self._next_of(request.priority, now) if self._next_of else None
             if following is not None:
                 self._arrive(following)
 
-    def _finish(self, progress: _Progress, first_token_s: float) -> None:
-        traced, first_scheduled_s = progress.traced, progress.request.first_scheduled_s
-        assert first_scheduled_s is not None
-        assert progress.request.num_output_tokens == traced.num_output_tokens, "a token was lost or repeated"
-        tier = self.metrics.tiers[traced.tier]
-        tier.queue_s.append(first_scheduled_s - traced.arrival_s)
-        tier.ttft_s.append(first_token_s - traced.arrival_s)
-        tier.e2e_s.append(self._now - traced.arrival_s)
+    def _finish(self, request: Request) -> None:
+        assert request.first_scheduled_s is not None
+        assert request.first_token_s is not None
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        assert num_tokens == request.max_total_tokens, "a token was lost or repeated"
+        tier = self.metrics.tiers[request.priority]
+        tier.queue_s.append(request.first_scheduled_s - request.arrival_s)
+        tier.ttft_s.append(request.first_token_s - request.arrival_s)
+        tier.e2e_s.append(self._now - request.arrival_s)
 
     def _check_end(self) -> None:
         assert not self._in_progress, "a request was forgotten"

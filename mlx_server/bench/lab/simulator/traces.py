@@ -137,13 +137,10 @@ class ClosedLoop:
     def first(self) -> list[TracedRequest]:
         """One request of each client, all at time 0."""
         tiers = [tier for tier, count in self._num_clients.items() for _ in range(count)]
-        return [request for tier in tiers if (request := self._send(tier, 0.0)) is not None]
+        return [request for tier in tiers if (request := self.next_of(tier, 0.0)) is not None]
 
-    def next_of(self, ended: TracedRequest, now: float) -> TracedRequest | None:
-        """The next request of the client whose request has ended; None when all are sent."""
-        return self._send(ended.tier, now)
-
-    def _send(self, tier: Priority, now: float) -> TracedRequest | None:
+    def next_of(self, tier: Priority, now: float) -> TracedRequest | None:
+        """The next request of a client of this tier whose request has ended; None when all are sent."""
         if self._num_left == 0:
             return None
         self._num_left -= 1
@@ -151,10 +148,11 @@ class ClosedLoop:
 
 
 def read_trace(
-    path: Path, *, shrink: int = 1, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
+    path: Path, *, shrink: int = 1, speed: float = 1.0, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
 ) -> list[TracedRequest]:
     """Reads a trace in any format of `bench serve`; arrivals count from the first, and tiers are drawn by their shares.
-    Without hash ids, prompts have no common prefixes. `shrink` divides all lengths. Raises `ConfigError`."""
+    Without hash ids, prompts have no common prefixes. `shrink` divides all lengths, `speed` the times. Raises
+    `ConfigError`."""
     if BLOCK_TOKENS % (shrink * BLOCK_SIZE):
         raise ConfigError(f"--shrink is {shrink}; it must divide {BLOCK_TOKENS // BLOCK_SIZE}.")
     rng, fresh_ids, block_tokens = random.Random(seed), count(-1, -1), BLOCK_TOKENS // shrink
@@ -162,17 +160,14 @@ def read_trace(
     for number, line in enumerate(read_dataset(path), start=1):
         if not isinstance(line, TraceLine):
             raise ConfigError(f"{path} holds prompts; the simulator replays traces.")
-        num_prompt_tokens = max(line.input_len // shrink, 1)
-        hash_ids = line.hash_ids or tuple(islice(fresh_ids, -(-num_prompt_tokens // block_tokens)))
-        if len(hash_ids) * block_tokens < num_prompt_tokens:
+        made = line.scaled(speed, shrink)
+        hash_ids = line.hash_ids or tuple(islice(fresh_ids, -(-made.input_len // block_tokens)))
+        if len(hash_ids) * block_tokens < made.input_len:
             raise ConfigError(
                 f"{path}, request {number}: {len(hash_ids)} hash_ids do not cover input_length {line.input_len}."
             )
         tier = rng.choices(list(Priority), tiers)[0]
-        num_output_tokens = max(line.output_len // shrink, 1)
-        requests.append(
-            TracedRequest(line.arrival_s, tier, num_prompt_tokens, num_output_tokens, hash_ids, block_tokens)
-        )
+        requests.append(TracedRequest(made.arrival_s, tier, made.input_len, made.output_len, hash_ids, block_tokens))
     return requests
 
 
@@ -196,7 +191,7 @@ def _num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-_DRAFTED = SampledToken(7)
+TOKEN = SampledToken(7)
 MAX_DRAFT_TOKENS = 8
 
 
@@ -218,7 +213,7 @@ class MadeUpDrafts:
         self._rng = random.Random(mix.seed)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        return (_DRAFTED.token_id,) * most if self._rng.random() < self._mix.found_share else ()
+        return (TOKEN.token_id,) * most if self._rng.random() < self._mix.found_share else ()
 
     def forget(self, request: Request) -> None:
         """Does nothing: no state is kept for a request."""
@@ -228,4 +223,4 @@ class MadeUpDrafts:
         acceptance, num_right = self._mix.acceptances[int(request_id) % len(self._mix.acceptances)], 0
         while num_right < num_drafts and self._rng.random() < acceptance:
             num_right += 1
-        return _DRAFTED._replace(accepted=(_DRAFTED,) * num_right)
+        return TOKEN._replace(accepted=(TOKEN,) * num_right)
