@@ -15,7 +15,7 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import PrefixCache
 from mlx_server.batching.blocks.state_checkpoints import StateCheckpoints
-from mlx_server.batching.request_table import headroom
+from mlx_server.batching.policy import headroom
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SampledToken

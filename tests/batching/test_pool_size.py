@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mlx_server.batching.blocks.block import plan_compaction
+from mlx_server.batching.blocks.block_pool import plan_compaction
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import BlockMove, PoolChange
 from mlx_server.request import FinishReason, Priority

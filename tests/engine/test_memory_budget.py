@@ -451,7 +451,7 @@ def with_a_prefix(*, is_slow: bool) -> Model:
 async def test_a_cut_under_pressure_waits_two_samples_for_the_disk(is_slow: bool) -> None:
     """And only one if all is saved by then; at the last level it does not wait."""
     model = with_a_prefix(is_slow=is_slow)
-    counters = model.world.scheduler.disk.counters
+    counters = model.world.scheduler.counters
     async with watched(model) as scene:
         seen = []
         for _ in range(3):

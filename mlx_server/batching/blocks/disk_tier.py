@@ -15,15 +15,15 @@ from mlx_server.batching.blocks.disk_saves import (
     PIECE_BYTES,
     BlockStore,
     DiskSaves,
-    DiskTierCounters,
     content_bytes,
     record_digest,
 )
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.blocks.prefix_cache import SeenBlock
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
+from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import STATES, BlockCopies, CopyPlace, ModelRunnerOutput
+from mlx_server.outputs import STATES, BlockCopies, CopyPlace, EngineCounters, ModelRunnerOutput
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
@@ -130,19 +130,19 @@ class DiskTier:
         blocks: PagedBlockManager,
         waiting: PriorityQueueWithAging,
         store: BlockStore,
-        compute_s: Callable[[int, int], float],
+        counters: EngineCounters,
+        budget: PromptBudget,
         room_beside: Callable[[], int],
         target_s: Callable[[], float],
     ) -> None:
-        """`compute_s` gives the expected time to compute a prompt's tokens from a position on, 0 if it is unknown.
-        `room_beside` gives the number of blocks that a load must leave free, `target_s` the target time of a step while
-        requests decode."""
-        self.counters = DiskTierCounters()
-        self.saves = DiskSaves(blocks, store, self.counters)
+        """`budget` knows how long computing takes. `room_beside` is how many blocks a load must leave free, `target_s`
+        the target time of a step while requests decode."""
+        self.saves = DiskSaves(blocks, store, counters)
+        self._counters = counters
         self._blocks = blocks
         self._waiting = waiting
         self._store = store
-        self._compute_s = compute_s
+        self._budget = budget
         self._room_beside = room_beside
         self.target_s = target_s
         self._loads: list[_Load] = []
@@ -280,7 +280,7 @@ class DiskTier:
                 return
             if last not in checkpoints:
                 items.append(_Item(end - 1, STATES, None, slot))
-        self.counters.num_disk_loads += 1
+        self._counters.num_disk_loads += 1
         holder = self._holder(request, end)
         # In order of the blocks: without windows, what has landed can be hit at once.
         missing = sorted(self._blocks.hold(holder, seen), key=lambda block: (block.number, block.group))
@@ -300,7 +300,7 @@ class DiskTier:
         blocks; true while the speed of computing is unknown."""
         if end <= first:
             return False
-        compute_s = self._compute_s(first * BLOCK_SIZE, (end - first) * BLOCK_SIZE)
+        compute_s = self._budget.expected_s(self._budget.alone(first * BLOCK_SIZE, (end - first) * BLOCK_SIZE))
         windows = self._blocks.groups.windows
         num_blocks = sum([end - max(first, first_seen(end * BLOCK_SIZE, window)) for window in windows])
         num_bytes = num_blocks * self._store.block_bytes + self._store.state_bytes
@@ -388,7 +388,7 @@ class DiskTier:
 
     def _learn(self, load: _Load, now: float) -> None:
         took_s = now - load.began_s
-        self.counters.disk_load_time_s += took_s
+        self._counters.disk_load_time_s += took_s
         if load.bytes_landed and took_s > 0.0:
             rate = load.bytes_landed / max(took_s - _LOAD_FIXED_S, _LOAD_FIXED_S)
             self._bytes_per_s += _RATE_GAIN * (rate - self._bytes_per_s)
@@ -403,5 +403,5 @@ class DiskTier:
             if item.block is None and self._blocks.checkpoints is not None:
                 self._blocks.checkpoints.give_back(item.slot)
         load.wanted_by.num_loaded_tokens = (self._num_hit(load) - load.first) * BLOCK_SIZE
-        self.counters.num_blocks_loaded += load.next
-        self.counters.num_blocks_not_loaded += len(load.items) - load.next
+        self._counters.num_blocks_loaded += load.next
+        self._counters.num_blocks_not_loaded += len(load.items) - load.next
