@@ -1,4 +1,5 @@
-"""The types that the floors exchange: a step to run, its result, and what the owner of a request gets."""
+"""The types that the floors exchange: a step to run, its result, what the owner of a request gets, and what an engine
+counts."""
 
 from __future__ import annotations
 

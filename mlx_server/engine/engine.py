@@ -290,11 +290,7 @@ class AsyncEngine:
             weight_bytes=self._parts.weight_bytes,
             kv_pool_bytes=self._parts.kv_bytes,
             pressure_level=guard.level,
-            num_block_evictions=blocks.num_evictions,
-            num_pool_growths=blocks.num_growths,
-            num_pool_cuts=blocks.num_cuts,
-            num_blocks_moved=blocks.num_moves,
-        ).plus(scheduler.counters, guard.counters, past)
+        ).plus(scheduler.counters, blocks.counters, guard.counters, past)
 
     # --- internals ------------------------------------------------------------------------------------------
 

@@ -61,7 +61,12 @@ def test_what_is_evicted_is_saved_before_it_is_written_over() -> None:
     for name in "abcd":
         world.add(make_request(name, 5 * BLOCK_SIZE, 20))
         world.finish()
-    assert world.scheduler.blocks.num_evictions == len(store.blocks) == world.scheduler.counters.num_blocks_saved > 5
+    assert (
+        world.scheduler.blocks.counters.num_block_evictions
+        == len(store.blocks)
+        == world.scheduler.counters.num_blocks_saved
+        > 5
+    )
     again = make_request("again", world.requests["a"].prompt_token_ids, 20)
     world.add(again)
     world.finish()
@@ -146,7 +151,7 @@ def test_what_is_taken_beside_who_decodes_is_copied_within_a_quarter_of_the_targ
     world.add(make_request("takes", prompt(12 * BLOCK_SIZE, first=600), 1))
     world.step()
     world.step()
-    assert world.scheduler.blocks.num_evictions == 7
+    assert world.scheduler.blocks.counters.num_block_evictions == 7
     assert list(store.blocks) == world.requests["gone"].block_hashes[:1]
 
 

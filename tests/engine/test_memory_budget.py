@@ -375,7 +375,7 @@ async def test_each_level_does_its_part_and_says_so(caplog):
 
     counters = model.guard.counters
     assert (counters.num_pressure_holds, counters.num_pressure_preemptions) == (1, 1)
-    assert counters.num_pressure_cuts == world.scheduler.blocks.num_cuts == 3
+    assert counters.num_pressure_cuts == world.scheduler.blocks.counters.num_pool_cuts == 3
     assert [record.message for record in caplog.records] == [
         "Memory is 86 % full; the KV pools free idle and cached blocks",
         "Memory is 93 % full; no new request starts",

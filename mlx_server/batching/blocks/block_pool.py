@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mlx_server.batching.blocks.block import Block, BlockState, FreeBlockQueue
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix, PrefixCache
-from mlx_server.outputs import BlockMove, PoolChange
+from mlx_server.outputs import BlockMove, EngineCounters, PoolChange
 from mlx_server.request import Request
 
 
@@ -113,7 +113,7 @@ class BlockPool:
         self.is_changed = False
         self.observer: BlockObserver = Unobserved()
         self.before_eviction: Callable[[Block], None] = lambda block: None
-        self.num_evictions = self.num_growths = self.num_cuts = self.num_moves = 0
+        self.counters = EngineCounters()
 
     @property
     def num_blocks(self) -> int:
@@ -159,9 +159,8 @@ class BlockPool:
             self._free.remove(block)
             self.observer.on_evicted(block)
         del self._blocks[plan.num_blocks :]
-        self.num_evictions += len(plan.evicted)
-        self.num_cuts += 1
-        self.num_moves += len(plan.moves)
+        self.counters.num_pool_cuts += 1
+        self.counters.num_blocks_moved += len(plan.moves)
         self._moves, self._num_cut = plan.moves, num_cut
         self.is_changed = True
         return num_cut
@@ -196,7 +195,6 @@ class BlockPool:
         block = self._free.popleft()
         if block.block_hash is not None:
             self._lose(block)
-            self.num_evictions += 1
         block.ref_cnt = 1
         self.observer.on_taken(block)
         return block
@@ -205,6 +203,7 @@ class BlockPool:
         """Evicts a cached block whose content is about to be lost."""
         self.before_eviction(block)
         self._evict(block)
+        self.counters.num_block_evictions += 1
 
     def _evict(self, block: Block) -> None:
         self._cache.remove(block)
@@ -240,7 +239,7 @@ class BlockPool:
         self._blocks += [Block(num_blocks + index) for index in range(num_new)]
         for block in reversed(self._blocks[num_blocks:]):
             self._free.appendleft(block)
-        self.num_growths += 1
+        self.counters.num_pool_growths += 1
         self.is_changed = True
         return True
 

@@ -214,7 +214,7 @@ class Simulation:
         self._check_end()
         self.metrics.elapsed_s = self._now
         self.metrics.host_s = time.perf_counter() - start_s
-        self.metrics.num_evictions = self.scheduler.blocks.num_evictions
+        self.metrics.num_evictions = self.scheduler.blocks.counters.num_block_evictions
         return self.metrics
 
     def _advance(self, until_s: float) -> None:
