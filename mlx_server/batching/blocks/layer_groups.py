@@ -82,7 +82,7 @@ class BlockTable:
     def end(self, num_tokens: int, most_held: int | None) -> int:
         """The length of a table with room for `num_tokens` tokens; with `most_held`, at most that many blocks are held
         at once, and the rest follows as others are given up."""
-        num_blocks = num_blocks_for(num_tokens)
+        num_blocks = -(-num_tokens // BLOCK_SIZE)  # `num_blocks_for` without a call, as each step asks each table
         return num_blocks if most_held is None else min(num_blocks, self.num_gone + most_held)
 
     def give_up(self, num_gone: int) -> list[Block]:

@@ -117,7 +117,7 @@ class Speculation:
     def _plan(self, free: Mapping[Request, int], room: StepRoom) -> tuple[dict[str, Drafts], dict[str, int]]:
         """What `choose` would choose, without an effect on later choices. By request: the drafts that were found, and
         how many of them the step should carry."""
-        found = self._find(free, room)
+        found = self._look_up(free, room) if self.model is None else self._find(self.model, free, room)
         if not found:
             return found, {}
         proposed = {request_id: len(drafts.token_ids) for request_id, drafts in found.items()}
@@ -188,10 +188,9 @@ class Speculation:
             return self.model.acceptances
         return self._acceptances
 
-    def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
-        if self.model is None:
-            return self._look_up(free, room)
-        by_model = {request: token_ids for request in free if (token_ids := self.model.drafts(request))}
+    def _find(self, model: DraftModel, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
+        """The drafts of the model's last burst, and lookups for the other requests."""
+        by_model = {request: token_ids for request in free if (token_ids := model.drafts(request))}
         found = self._look_up({r: num_free for r, num_free in free.items() if r not in by_model}, room)
         self._by_model -= {request.request_id for request in free}
         for request, token_ids in by_model.items():
