@@ -406,6 +406,14 @@ class RequestTable:
             last_step.detached.append(self.blocks.detach(request_id))
 
 
+def needs_no_result(request: Request) -> bool:
+    """Whether a request's next token can be computed while its last one is in flight. False if the output may have no
+    more tokens, and with a grammar, whose next mask depends on the one in flight."""
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
+    is_last = num_tokens >= request.max_total_tokens
+    return not is_last and request.constraint is None
+
+
 def _num_computed(request: Request) -> int:
     """How many tokens have known ids and K/V that are computed, or will be by a submitted step."""
     return min(request.num_computed_tokens, request.num_tokens)

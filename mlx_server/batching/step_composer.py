@@ -7,9 +7,9 @@ from itertools import chain
 
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.policy import Policy
-from mlx_server.batching.request_table import RequestTable, Step
+from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
 from mlx_server.batching.speculation.draft_burst import recent_tokens
-from mlx_server.batching.speculation.draft_room import DraftRoom, needs_no_result
+from mlx_server.batching.speculation.draft_room import DraftRoom
 from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE

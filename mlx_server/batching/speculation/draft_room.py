@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS, SchedulerLimits
 from mlx_server.batching.policy import Policy
-from mlx_server.batching.request_table import RequestTable, Step
+from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
 from mlx_server.batching.speculation.draft_costs import MIN_GAIN, MIN_GAIN_BESIDE_PROMPTS, StepRoom
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.config import BLOCK_SIZE
@@ -131,14 +131,6 @@ class DraftRoom:
             num_left, most = request.max_total_tokens - num_tokens - 1, most_tokens - max(1, num_tokens - num_computed)
             rooms[request] = min(num_left, in_blocks, most)
         return rooms
-
-
-def needs_no_result(request: Request) -> bool:
-    """Whether a request's next token can be computed while its last one is in flight. False if the output may have no
-    more tokens, and with a grammar, whose next mask depends on the one in flight."""
-    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
-    is_last = num_tokens >= request.max_total_tokens
-    return not is_last and request.constraint is None
 
 
 def _drafts(request: Request) -> bool:
