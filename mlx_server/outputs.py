@@ -1,10 +1,13 @@
-"""The types that the floors exchange: a step to run, its result, and what the owner of a request gets."""
+"""The types that the floors exchange: a step to run, its result, what the owner of a request gets, and what an engine
+counts."""
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 from mlx_server.config import BLOCK_SIZE
@@ -284,19 +287,10 @@ class CompletionDelta:
     num_rounded_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A reading of one engine, cheap enough for every scrape. The fields before `num_steps` describe the present state;
-    `num_steps` and all later fields are counters that only grow.
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals of one engine since its start, which only grow. Each part of the engine counts what it does.
 
-    - Requests: `num_deferred` of the waiting requests wait for a prefix that another request computes. `num_adapters`
-      counts all adapters of the model; the other two name those of running and of waiting requests.
-    - Memory: `weight_bytes` is the size of the model's weights, `kv_pool_bytes` that of its blocks. The pool can grow
-      to `max_num_blocks`. A block holds 32 tokens of one of `num_layer_groups`, so the pool can hold `max_tokens`
-      tokens in all layers. `num_state_checkpoints` counts the recurrent states that are kept for prefixes.
-    - Memory pressure: `pressure_level` is the level at which the model acts now, as a percentage of full memory; 0 if
-      it need not act. `num_pressure_cuts` counts how often the model gave idle blocks back, `num_pressure_holds` how
-      often it stopped admitting requests, and `num_pressure_preemptions` the requests that were preempted for memory.
     - Prompts: `num_prompt_tokens_computed` counts prompt positions that ran through the model (again after a
       preemption, too), `num_prompt_tokens_cached` those that the prefix cache had at the first admission.
       `num_prompt_tokens_from_disk` of these were loaded from disk for their request. `num_tokens_recomputed` counts
@@ -305,27 +299,14 @@ class EngineStats:
     - Drafts: `num_drafts` chunks carried `num_draft_tokens` in all. The model itself sampled `num_accepted_tokens` of
       them, `num_accepted_by_place[j]` at place j of their chunk. `num_draft_errors` counts the loads of the model whose
       draft model failed and was not used any more.
+    - Memory pressure: `num_pressure_cuts` counts how often the model gave idle blocks back, `num_pressure_holds` how
+      often it stopped admitting requests, and `num_pressure_preemptions` the requests that were preempted for memory.
     - Disk: `num_disk_loads` counts the loads of prefixes that began. They loaded `num_blocks_loaded` in
       `disk_load_time_s`; `num_blocks_not_loaded` had to be computed after all. `num_blocks_saved` were handed over to
       be written. `num_blocks_not_saved` were worth saving but lost, because more came than may wait or than the daily
       budget allows.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_deferred: int = 0
-    num_adapters: int = 0
-    running_adapters: tuple[str, ...] = ()
-    waiting_adapters: tuple[str, ...] = ()
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_state_checkpoints: int = 0
-    max_num_blocks: int = 0
-    num_layer_groups: int = 1
-    weight_bytes: int = 0
-    kv_pool_bytes: int = 0
-    pressure_level: int = 0
     num_steps: int = 0
     num_model_calls: int = 0
     num_images_encoded: int = 0
@@ -335,14 +316,13 @@ class EngineStats:
     num_prompt_tokens_from_disk: int = 0
     num_generated_tokens: int = 0
     num_tokens_recomputed: int = 0
-    num_preemptions: int = 0
-    preemptions_by_tier: Mapping[str, int] = field(default_factory=dict)
+    preemptions_by_tier: dict[str, int] = field(default_factory=Counter)
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_accepted_by_place: Mapping[int, int] = field(default_factory=dict)
+    num_accepted_by_place: dict[int, int] = field(default_factory=Counter)
     num_draft_errors: int = 0
     num_block_evictions: int = 0
     num_pool_growths: int = 0
@@ -361,6 +341,40 @@ class EngineStats:
     idle_time_s: float = 0.0
 
     @property
+    def num_preemptions(self) -> int:
+        return sum(self.preemptions_by_tier.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(EngineCounters):
+    """A reading of one engine, cheap enough for every scrape: its counters and its present state.
+
+    - Requests: `num_deferred` of the waiting requests wait for a prefix that another request computes. `num_adapters`
+      counts all adapters of the model; the other two name those of running and of waiting requests.
+    - Memory: `weight_bytes` is the size of the model's weights, `kv_pool_bytes` that of its blocks. The pool can grow
+      to `max_num_blocks`. A block holds 32 tokens of one of `num_layer_groups`, so the pool can hold `max_tokens`
+      tokens in all layers. `num_state_checkpoints` counts the recurrent states that are kept for prefixes.
+      `pressure_level` is the level of memory pressure at which the model acts now, as a percentage of full memory; 0 if
+      it need not act.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_deferred: int = 0
+    num_adapters: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_state_checkpoints: int = 0
+    max_num_blocks: int = 0
+    num_layer_groups: int = 1
+    weight_bytes: int = 0
+    kv_pool_bytes: int = 0
+    pressure_level: int = 0
+
+    @property
     def kv_usage(self) -> float:
         """The share of the largest pool that requests hold, 0 to 1. Cached blocks that no request holds count as
         free."""
@@ -377,16 +391,16 @@ class EngineStats:
         """How many tokens, in all layers, the pool can hold at its largest size."""
         return self.max_num_blocks * BLOCK_SIZE // self.num_layer_groups
 
-    def after(self, past: EngineStats) -> EngineStats:
-        """This reading of a model that was loaded again; its counters continue those of the `past` loads."""
-        names = [leaf.name for leaf in fields(self)]
-        counters: dict[str, object] = {}
-        for name in names[names.index("num_steps") :]:
-            now, before = getattr(self, name), getattr(past, name)
-            counters[name] = _sums(now, before) if isinstance(now, Mapping) else now + before
-        return replace(self, **counters)  # type: ignore[arg-type]
+    def plus(self, *counted: EngineCounters) -> EngineStats:
+        """This reading with the counters of `counted` added to its own."""
+        names = [leaf.name for leaf in fields(EngineCounters)]
+        sums = {name: reduce(_sum, [getattr(each, name) for each in (self, *counted)]) for name in names}
+        return replace(self, **sums)
 
 
-def _sums(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
-    """Sums by key. Keys with 0 stay, so that their series exist before the first event."""
-    return {key: now.get(key, 0) + before.get(key, 0) for key in {**before, **now}}
+def _sum(one: Any, other: Any) -> Any:
+    """The sum of two counters; by key, if they are counted by key. Keys with 0 stay, so that their series exist before
+    the first event."""
+    if not isinstance(one, Mapping):
+        return one + other
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from mlx_server.batching.speculation import drafting
+from mlx_server.batching.speculation.draft_costs import StepRoom
 from mlx_server.engine.library.llm import Completion
 from mlx_server.request import Request
 
@@ -41,7 +41,7 @@ class Adversary:
         pass
 
 
-def always(proposed: Mapping[str, int], rates: object, room: drafting.StepRoom, *costs: object) -> dict[str, int]:
+def always(proposed: Mapping[str, int], rates: object, room: StepRoom, *costs: object) -> dict[str, int]:
     """Replaces `choose_depths`: drafts as many tokens as there is room for, whatever they cost."""
     depths, most = {}, room.most
     for request_id, count in proposed.items():

@@ -1,14 +1,9 @@
-"""The limits of a scheduler and of its queue, and the totals that it counts."""
+"""The limits of a scheduler and of its queue."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from mlx_server.errors import QueueFullError, QuotaExceededError
-from mlx_server.outputs import ModelRunnerOutput
-from mlx_server.request import Request
 
 MIN_SAMPLED_ROWS = 16
 """A step may sample as many rows, drafts included, as requests may run, but at least this many. Memory for their logits
@@ -65,80 +60,3 @@ class SchedulerLimits:
     def largest_chunk(self) -> int:
         """The most tokens of one request that a step computes."""
         return min(self.max_num_batched_tokens, self.max_chunk_tokens or self.max_num_batched_tokens)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since start; `EngineStats` says what each means."""
-
-    num_steps: int = 0
-    num_model_calls: int = 0
-    num_images_encoded: int = 0
-    num_prompt_tokens: int = 0
-    num_prompt_tokens_computed: int = 0
-    num_prompt_tokens_cached: int = 0
-    num_prompt_tokens_from_disk: int = 0
-    num_generated_tokens: int = 0
-    num_tokens_recomputed: int = 0
-    preemptions_by_tier: Counter[str] = field(default_factory=Counter)
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    busy_time_s: float = 0.0
-    idle_time_s: float = 0.0
-
-    def take(self, output: ModelRunnerOutput) -> None:
-        """Adds what the device has done in a step."""
-        self.num_model_calls += output.num_model_calls
-        self.num_images_encoded += output.num_images
-        self.busy_time_s += output.step_time_s
-        self.idle_time_s += output.idle_time_s
-
-    def take_hit(self, request: Request) -> None:
-        """Adds the cached tokens of a request that may hit the cache and starts for the first time."""
-        num_cached = request.num_computed_tokens
-        self.num_prefix_query_tokens += request.num_prompt_tokens
-        self.num_prefix_hit_tokens += num_cached
-        self.num_prompt_tokens_cached += num_cached
-        self.num_prompt_tokens_from_disk += min(request.num_loaded_tokens, num_cached)
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.preemptions_by_tier.total()
-
-
-def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | None = None) -> None:
-    """Raises if one more request would exceed a limit: `QuotaExceededError` for a tier's limit, `QueueFullError` for
-    the server's."""
-    whose = f" of tier {tier}" if tier else ""
-    if load.num_waiting >= limits.max_num_waiting:
-        reason = "max_num_queued_reqs"
-        message = f"{load.num_waiting} requests{whose} wait already; the limit is {limits.max_num_waiting}."
-    elif load.num_tokens + request.num_tokens > limits.max_queued_tokens:
-        reason = "max_num_queued_tokens"
-        message = (
-            f"{load.num_tokens} prompt tokens{whose} wait already and this request has {request.num_tokens}; "
-            f"the limit is {limits.max_queued_tokens}."
-        )
-    else:
-        return
-    message += " Try again later."
-    raise QuotaExceededError(message) if tier else QueueFullError(message, reason)
-
-
-def displaced_by(
-    request: Request, waiting: Iterable[Request], load: QueueLoad, limits: QueueLimits
-) -> list[Request] | None:
-    """Which of the `waiting` requests must go so that one more keeps the server's limits: requests of worse tiers, the
-    worst tier first and the latest arrival of a tier first. None if all of them would not be enough."""
-    num_excess = load.num_waiting + 1 - limits.max_num_waiting
-    num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
-    displaced: list[Request] = []
-    if num_excess <= 0 and num_excess_tokens <= 0:
-        return displaced
-    worse = [other for other in waiting if other.priority > request.priority]
-    for other in sorted(worse, key=lambda other: (other.priority, other.arrival_s), reverse=True):
-        displaced.append(other)
-        num_excess, num_excess_tokens = num_excess - 1, num_excess_tokens - other.num_tokens
-        if num_excess <= 0 and num_excess_tokens <= 0:
-            return displaced
-    return None

@@ -1,11 +1,59 @@
-"""The errors with which the scheduler ends requests that it had accepted."""
+"""What the scheduler refuses: requests that exceed the queue's limits, and the errors of those that it ends later."""
 
 from __future__ import annotations
 
-from mlx_server.errors import InvalidRequestError, OverloadedError, QueueFullError, QueueTimeoutError, ServeError
+from collections.abc import Iterable
+
+from mlx_server.batching.limits import QueueLimits, QueueLoad
+from mlx_server.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+    QueueTimeoutError,
+    QuotaExceededError,
+    ServeError,
+)
 from mlx_server.request import Request
 
 _DISPLACED_RETRY_S = 5.0
+
+
+def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | None = None) -> None:
+    """Raises if one more request would exceed a limit: `QuotaExceededError` for a tier's limit, `QueueFullError` for
+    the server's."""
+    whose = f" of tier {tier}" if tier else ""
+    if load.num_waiting >= limits.max_num_waiting:
+        reason = "max_num_queued_reqs"
+        message = f"{load.num_waiting} requests{whose} wait already; the limit is {limits.max_num_waiting}."
+    elif load.num_tokens + request.num_tokens > limits.max_queued_tokens:
+        reason = "max_num_queued_tokens"
+        message = (
+            f"{load.num_tokens} prompt tokens{whose} wait already and this request has {request.num_tokens}; "
+            f"the limit is {limits.max_queued_tokens}."
+        )
+    else:
+        return
+    message += " Try again later."
+    raise QuotaExceededError(message) if tier else QueueFullError(message, reason)
+
+
+def displaced_by(
+    request: Request, waiting: Iterable[Request], load: QueueLoad, limits: QueueLimits
+) -> list[Request] | None:
+    """Which of the `waiting` requests must go so that one more keeps the server's limits: requests of worse tiers, the
+    worst tier first and the latest arrival of a tier first. None if all of them would not be enough."""
+    num_excess = load.num_waiting + 1 - limits.max_num_waiting
+    num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
+    displaced: list[Request] = []
+    if num_excess <= 0 and num_excess_tokens <= 0:
+        return displaced
+    worse = [other for other in waiting if other.priority > request.priority]
+    for other in sorted(worse, key=lambda other: (other.priority, other.arrival_s), reverse=True):
+        displaced.append(other)
+        num_excess, num_excess_tokens = num_excess - 1, num_excess_tokens - other.num_tokens
+        if num_excess <= 0 and num_excess_tokens <= 0:
+            return displaced
+    return None
 
 
 def displacement(num_waiting: int) -> ServeError:

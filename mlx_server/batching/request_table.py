@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
 from mlx_server.batching.blocks.block import Block
@@ -13,15 +13,17 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
-from mlx_server.batching.limits import QueueLoad, SchedulerCounters, SchedulerLimits
+from mlx_server.batching.limits import QueueLoad, SchedulerLimits
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
-from mlx_server.batching.refusals import unseen
+from mlx_server.batching.refusals import starvation, unseen
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import StepShape
 from mlx_server.config import BLOCK_SIZE
+from mlx_server.errors import ServeError
 from mlx_server.outputs import (
     BlockCopies,
     BlockIds,
+    EngineCounters,
     NewRequestData,
     PoolChange,
     PositionLogprobs,
@@ -34,26 +36,6 @@ from mlx_server.request import FinishReason, Request, RequestStatus, Vector, app
 
 Rank = tuple[bool, int, float]
 """A smaller rank is better. All models' requests age at the same rate, so ranks of different models can be compared."""
-
-
-_HEADROOM = 0.1
-_MAX_REMAINING = 1024
-"""Blocks are kept free for a tenth of the tokens that running requests may still add. At most 1,024 tokens of each
-count, because most clients leave `max_tokens` open. Without this headroom, twice as many tokens are computed again and
-the whole load takes up to 3 % longer; with a fifth or more, seats stay empty if answers end early. A share that falls
-with each step and rises at preemptions, as in SGLang, kept too much free: up to 15 % more steps."""
-
-
-def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,), share: float = _HEADROOM) -> int:
-    """The number of blocks to keep free for the `running` requests. `windows` are those of the layer groups: in a group
-    with a window, a request whose window is full gives up as many blocks as it takes."""
-    remaining = [0] * len(windows)
-    for request in running:
-        num_tokens = request.num_tokens
-        num_left = min(request.max_total_tokens - num_tokens, _MAX_REMAINING)
-        for group, window in enumerate(windows):
-            remaining[group] += num_left if window is None else min(num_left, max(0, window - num_tokens))
-    return sum([num_blocks_for(int(share * num_tokens)) for num_tokens in remaining])
 
 
 class Step:
@@ -142,7 +124,7 @@ class RequestTable:
         self,
         blocks: PagedBlockManager,
         limits: SchedulerLimits,
-        counters: SchedulerCounters,
+        counters: EngineCounters,
         speculation: Speculation | None = None,
     ) -> None:
         self.blocks = blocks
@@ -157,7 +139,7 @@ class RequestTable:
         self.undecided: set[str] = set()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
-        self.starved: list[Request] = []  # ended for lack of memory, until `take_starved`
+        self.starved: list[RequestOutput] = []  # of those ended for lack of memory, until `take_starved`
         self.starving_since: float | None = None  # since when a request that runs alone lacks memory
         self.is_short = False  # whether the last composed step lacked memory for it
         self._dropped: list[str] = []
@@ -213,8 +195,15 @@ class RequestTable:
             request.first_scheduled_s = step.now
             request.num_cached_tokens = request.num_computed_tokens
             if self.blocks.may_hit(request):
-                self._counters.take_hit(request)
+                self._count_hit(request)
         return block_ids
+
+    def _count_hit(self, request: Request) -> None:
+        counters, num_cached = self._counters, request.num_computed_tokens
+        counters.num_prefix_query_tokens += request.num_prompt_tokens
+        counters.num_prefix_hit_tokens += num_cached
+        counters.num_prompt_tokens_cached += num_cached
+        counters.num_prompt_tokens_from_disk += min(request.num_loaded_tokens, num_cached)
 
     def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:
         """Lets later steps hit the full blocks of a running request that are computed, or will be by a submitted step
@@ -251,8 +240,8 @@ class RequestTable:
             if request_id not in errors:
                 self.publish(request)
                 continue
-            self.end(step.requests.pop(request_id), FinishReason.ERROR, num_certain=step.images[request_id])
-            outputs.append(RequestOutput(request_id, (), FinishReason.ERROR, error=unseen(errors[request_id])))
+            error, num_certain = unseen(errors[request_id]), step.images[request_id]
+            outputs.append(self.fail(step.requests.pop(request_id), error, num_certain=num_certain))
         return outputs
 
     def cut_back(self, request: Request, drafts: Drafts, num_before: int, num_accepted: int) -> None:
@@ -315,6 +304,11 @@ class RequestTable:
             self.speculation.forget(request)
         del self.requests[request.request_id]
 
+    def fail(self, request: Request, error: ServeError, *, num_certain: int | None = None) -> RequestOutput:
+        """Ends a request like `end`, because of an error, and returns its last output."""
+        self.end(request, FinishReason.ERROR, num_certain=num_certain)
+        return RequestOutput(request.request_id, (), FinishReason.ERROR, error=error)
+
     def end_pooled(self, computed: Mapping[str, Request], pooled: Mapping[str, Vector]) -> list[RequestOutput]:
         """Ends pooling requests whose results have come, and returns their outputs. Skips requests that are not in
         `computed`, the remaining requests of the step."""
@@ -330,9 +324,10 @@ class RequestTable:
     def is_memory_coming(self) -> bool:
         """Whether a draft model gives memory back before the next step. If the pool can grow, the draft model is asked
         to."""
-        if self.speculation is not None and self.blocks.num_blocks < self.blocks.max_blocks:
-            self.speculation.give_way()
-        return self.speculation is not None and self.speculation.changes_pool
+        model = None if self.speculation is None else self.speculation.model
+        if model is not None and self.blocks.num_blocks < self.blocks.max_blocks:
+            model.give_way()
+        return model is not None and model.blocks.is_changed
 
     def starve(self, request: Request, now: float) -> None:
         """Notes that there is no memory for a request that would run alone. Memory may come back, so the request is
@@ -341,8 +336,8 @@ class RequestTable:
         self.is_short = True
         if now - self.starving_since >= self._memory_wait_s:
             self.starving_since = None
-            self.end(request, FinishReason.ERROR)
-            self.starved.append(request)
+            most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
+            self.starved.append(self.fail(request, starvation(request, most_tokens, self._memory_wait_s)))
 
     def take_dropped(self) -> tuple[str, ...]:
         """The requests that have stopped running since the last call: the runner must drop their state."""
@@ -409,6 +404,14 @@ class RequestTable:
             self.blocks.free(request_id)
         else:
             last_step.detached.append(self.blocks.detach(request_id))
+
+
+def needs_no_result(request: Request) -> bool:
+    """Whether a request's next token can be computed while its last one is in flight. False if the output may have no
+    more tokens, and with a grammar, whose next mask depends on the one in flight."""
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
+    is_last = num_tokens >= request.max_total_tokens
+    return not is_last and request.constraint is None
 
 
 def _num_computed(request: Request) -> int:

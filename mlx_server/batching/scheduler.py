@@ -1,7 +1,8 @@
-"""The scheduler of one model: takes its requests step by step from arrival to end.
+"""The scheduler of one model: queues its requests, has steps composed (`StepComposer`), and takes their results. Which
+requests start, and how many tokens a prompt gets, is decided in policy.py.
 
-Policy only: no mlx, no clock of its own, no threads. All of it is in the synchronous `schedule(now)` and
-`update(output)`; `run(executor)` is a short asyncio loop that feeds the MLX thread.
+No mlx, no clock of its own, no threads: `schedule(now)` and `update(output)` are synchronous, and `run(executor)` is a
+short asyncio loop that feeds the MLX thread.
 """
 
 from __future__ import annotations
@@ -10,20 +11,29 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
-from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue, displaced_by
-from mlx_server.batching.refusals import displacement, expiry, grammar_error, starvation
-from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted, headroom
+from mlx_server.batching.limits import SchedulerLimits
+from mlx_server.batching.policy import headroom
+from mlx_server.batching.refusals import check_queue, displaced_by, displacement, expiry, grammar_error
+from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
 from mlx_server.errors import ContextLengthError
-from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
+from mlx_server.outputs import (
+    EngineCounters,
+    ModelRunnerOutput,
+    PositionLogprobs,
+    RequestOutput,
+    SampledToken,
+    SchedulerOutput,
+)
 from mlx_server.request import FinishReason, Request, append_token
 
 _LONG_STEP_S = 0.01
@@ -48,10 +58,7 @@ class Executor(Protocol):
 
 
 class ContinuousBatchingScheduler:
-    """Continuous batching over paged blocks, by tier and then by age. Event-loop thread only.
-
-    `Policy` has the rules, `RequestTable` the state of the requests.
-    """
+    """Continuous batching over paged blocks, by tier and then by age. Event-loop thread only."""
 
     def __init__(
         self,
@@ -71,21 +78,22 @@ class ContinuousBatchingScheduler:
         assert groups.max_chunk_tokens >= limits.largest_chunk or not groups.has_windows, "a chunk needs its blocks"
         self.blocks = blocks
         self.limits = limits
-        self.counters = SchedulerCounters()
+        self.counters = EngineCounters() if speculation is None else speculation.counters
         self._is_async = is_async
         self._is_device_shared = is_device_shared
         self._table = RequestTable(blocks, limits, self.counters, speculation)
         self.speculation, self._budget = speculation, PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         if store is not None:
+            room_beside = partial(headroom, self._table.running, groups.windows)
             waiting, target_s = self._table.waiting, self._composer.policy.target_s
-            self._table.disk = DiskTier(blocks, waiting, store, self._compute_s, self._headroom, target_s)
+            self._table.disk = DiskTier(blocks, waiting, store, self.counters, self._budget, room_beside, target_s)
         self._launch_s = 0.0  # the longest recent launch
         self._early_share = 1.0  # the smallest recent ratio of actual to expected time of a long step
         self._wake = asyncio.Event()
-        self._has_draft_model = speculation is not None and speculation.has_model
-        if speculation is not None:
-            speculation.wake = self._wake.set
+        self._draft_model = None if speculation is None else speculation.model
+        if self._draft_model is not None:
+            self._draft_model.wake = self._wake.set
         self._is_stopping = False
 
     @property
@@ -115,10 +123,6 @@ class ContinuousBatchingScheduler:
         """Running requests, then waiting ones in the order of their turns. None may come or go meanwhile."""
         return chain(self._table.running, self._table.waiting)
 
-    def waiting(self) -> Iterator[Request]:
-        """Waiting requests in no particular order."""
-        return iter(self._table.waiting)
-
     def running(self) -> Iterator[Request]:
         """Running requests, best rank first."""
         return iter(self._table.running)
@@ -129,7 +133,7 @@ class ContinuousBatchingScheduler:
     def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
         """Seeds the cost curve with the measured times of a prompt's chunk from position 0 and of one token. Otherwise
         the first steps could be of any length, because nothing has been measured yet."""
-        self._budget.observe(StepShape(0, num_prompt_tokens, self._budget.cost(0, num_prompt_tokens)), prompt_s)
+        self._budget.observe(self._budget.alone(0, num_prompt_tokens), prompt_s)
         self._budget.observe(StepShape(1, 0, 0.0), decode_s)
 
     # --- adding and ending requests -----------------------------------------------------------------------
@@ -159,12 +163,7 @@ class ContinuousBatchingScheduler:
         displaced = displaced_by(request, self._table.unscheduled.values(), load, limits)
         if displaced is None:
             check_queue(request, load, limits)
-        outputs = []
-        for other in displaced or ():
-            self._table.end(other, FinishReason.ERROR)
-            error = displacement(load.num_waiting)
-            outputs.append(RequestOutput(other.request_id, (), FinishReason.ERROR, error=error))
-        return outputs
+        return [self._table.fail(other, displacement(load.num_waiting)) for other in displaced or ()]
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
         """Ends a request from outside (client gone, stop string); its last `num_void` tokens are not counted. Its
@@ -197,9 +196,7 @@ class ContinuousBatchingScheduler:
             waited_s = now - request.arrival_s
             if waited_s <= timeout:
                 break
-            self._table.end(request, FinishReason.ERROR)
-            error = expiry(waited_s, timeout)
-            expired.append(RequestOutput(request.request_id, (), FinishReason.ERROR, error=error))
+            expired.append(self._table.fail(request, expiry(waited_s, timeout)))
         return expired
 
     # --- a step -------------------------------------------------------------------------------------------
@@ -208,11 +205,11 @@ class ContinuousBatchingScheduler:
         """Composes the next step and books its effects on blocks and progress. None if nothing can run now, because
         there are no requests or all of them wait for memory or for a submitted step's result. A step without requests
         only changes the pools or copies blocks, or runs a draft model."""
-        if self._has_draft_model and (burst := self._composer.compose_burst(now)) is not None:
+        if self._draft_model is not None and (burst := self._composer.compose_burst(now)) is not None:
             return burst
         step = self._composer.compose(now)
         copies = None if self._table.disk is None else self._table.disk.take_copies()
-        change = self.blocks.take_change()
+        change = self.blocks.take_change() if self.blocks.is_changed else None
         if not step.requests and change is None and copies is None:
             return None
         self._table.submitted.append(step)
@@ -247,8 +244,12 @@ class ContinuousBatchingScheduler:
             outputs += self._table.end_pooled(requests, output.pooled)
         for blocks in submitted.detached:
             self.blocks.free_detached(blocks)
-        self.counters.num_generated_tokens += sum([len(one.new_token_ids) for one in outputs])
-        self.counters.take(output)
+        counters = self.counters
+        counters.num_generated_tokens += sum([len(one.new_token_ids) for one in outputs])
+        counters.num_model_calls += output.num_model_calls
+        counters.num_images_encoded += output.num_images
+        counters.busy_time_s += output.step_time_s
+        counters.idle_time_s += output.idle_time_s
         return outputs
 
     def next_schedule_s(self, began_s: float) -> float:
@@ -273,12 +274,8 @@ class ContinuousBatchingScheduler:
 
     def take_starved(self) -> list[RequestOutput]:
         """The last outputs of requests that ran alone and were ended after waiting too long for memory."""
-        if not (starved := self._table.starved):
-            return []
-        self._table.starved = []
-        most_tokens, waited_s = self.blocks.groups.max_tokens(self.blocks.num_blocks), self.limits.memory_wait_s
-        errors = {r.request_id: starvation(r, most_tokens, waited_s) for r in starved}
-        return [RequestOutput(name, (), FinishReason.ERROR, error=error) for name, error in errors.items()]
+        starved, self._table.starved = self._table.starved, []
+        return starved
 
     @property
     def is_starving(self) -> bool:
@@ -367,8 +364,8 @@ class ContinuousBatchingScheduler:
     def check_integrity(self) -> None:
         """Asserts the invariants of queue, blocks and requests. For tests and idle moments."""
         self._table.check_integrity()
-        if self.speculation is not None:
-            self.speculation.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
         assert self.num_running <= self.limits.max_num_seqs, "too many requests run"
 
     # --- the loop -----------------------------------------------------------------------------------------
@@ -422,12 +419,6 @@ class ContinuousBatchingScheduler:
     def wake(self) -> None:
         """Makes `run` look for work, after a block was read or written."""
         self._wake.set()
-
-    def _compute_s(self, start: int, num_tokens: int) -> float:
-        return self._budget.expected_s(StepShape(0, num_tokens, self._budget.cost(start, num_tokens)))
-
-    def _headroom(self) -> int:
-        return headroom(self._table.running, self.blocks.groups.windows)
 
     def stop(self) -> None:
         """Makes `run` return once the results of all submitted steps are delivered."""

@@ -102,6 +102,10 @@ class PromptBudget:
         """Cost of computing positions [start, start + num_tokens), in tokens at position 0."""
         return num_tokens * (1.0 + (start + 0.5 * num_tokens) / self._doubling)
 
+    def alone(self, start: int, num_tokens: int) -> StepShape:
+        """A step with nothing but a prompt's tokens from position `start` on."""
+        return StepShape(0, num_tokens, self.cost(start, num_tokens))
+
     @property
     def is_known(self) -> bool:
         """Whether enough has been measured to say how long a prompt takes."""

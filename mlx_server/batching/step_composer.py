@@ -1,18 +1,19 @@
-"""Composes a step: which requests it computes, and how many tokens of each."""
+"""Composes a step: a token or drafts for each decoding request, and for prompts what policy.py decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
 
-from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
+from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.policy import Policy
-from mlx_server.batching.request_table import RequestTable, Step
-from mlx_server.batching.speculation.draft_room import DraftRoom, needs_no_result
-from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts, recent_tokens
+from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
+from mlx_server.batching.speculation.draft_burst import recent_tokens
+from mlx_server.batching.speculation.draft_room import DraftRoom
+from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import BlockIds, EngineCounters, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request, RequestStatus, images_within
 
 
@@ -27,7 +28,7 @@ class StepComposer:
         self,
         table: RequestTable,
         limits: SchedulerLimits,
-        counters: SchedulerCounters,
+        counters: EngineCounters,
         budget: PromptBudget,
         is_device_shared: Callable[[], bool],
     ) -> None:
@@ -37,7 +38,8 @@ class StepComposer:
         self._budget = budget
         self._checkpoints = table.blocks.checkpoints
         self.policy = Policy(table, limits, budget, is_device_shared)
-        self._draft_room = DraftRoom.of(table, limits, self.policy)
+        speculation = table.speculation
+        self._draft_room = None if speculation is None else DraftRoom(speculation, table, limits, self.policy)
         self._last = Step(0.0)
         self._is_burst_over = False
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
 from mlx_server.batching.speculation.draft_heads import HeadDrafts
-from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation, NoLookup
+from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.config import BLOCK_SIZE, WHOLE_WEIGHTS, Config
@@ -205,12 +205,10 @@ async def make_draft(
 def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None) -> Speculation | None:
     """How to draft for a model: by lookups, its draft model, or both; None if not at all."""
     settings, num_spares = config.scheduler, info.num_spares if info.is_recurrent else None
-    if draft is not None:
-        drafter = NgramDrafter() if config.looks_up else NoLookup()
-        return ModelSpeculation(drafter, settings.max_draft_tokens, draft.model, num_spares)
-    if num_spares == 0 or not config.looks_up:
+    if draft is None and (num_spares == 0 or not config.looks_up):
         return None
-    return Speculation(NgramDrafter(), settings.max_draft_tokens, num_spares)
+    drafter, model = NgramDrafter() if config.looks_up else None, None if draft is None else draft.model
+    return Speculation(drafter, settings.max_draft_tokens, num_spares, model)
 
 
 def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | None:

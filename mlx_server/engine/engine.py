@@ -9,20 +9,14 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
-from typing import Any
 
-from mlx_server.batching.blocks.disk_saves import DiskTierCounters
-from mlx_server.batching.blocks.prefix_changes import CacheCleared
-from mlx_server.batching.limits import SchedulerCounters
+from mlx_server.batching.blocks.prefix_cache import CacheCleared
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.batching.speculation.drafting import SpeculationCounters
 from mlx_server.config import Config
 from mlx_server.engine.embeddings import Pooling, check_generates
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.loading import served_names
-from mlx_server.engine.memory.guard import GuardCounters
 from mlx_server.engine.observed import ObservedExecutor, notify
 from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
 from mlx_server.engine.prefixes.kv_events import ModelEvents, follow
@@ -278,9 +272,8 @@ class AsyncEngine:
         loaded, only the counters of earlier loads are set."""
         past = EngineStats() if self._metrics is None else self._metrics.past
         if self._parts is None:
-            return EngineStats().after(past)
+            return EngineStats().plus(past)
         scheduler, blocks, guard = self._parts.scheduler, self._parts.scheduler.blocks, self._parts.guard
-        counters = scheduler.counters
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -297,16 +290,7 @@ class AsyncEngine:
             weight_bytes=self._parts.weight_bytes,
             kv_pool_bytes=self._parts.kv_bytes,
             pressure_level=guard.level,
-            num_preemptions=counters.num_preemptions,
-            num_block_evictions=blocks.num_evictions,
-            num_pool_growths=blocks.num_growths,
-            num_pool_cuts=blocks.num_cuts,
-            num_blocks_moved=blocks.num_moves,
-            **_totals(counters),
-            **({} if scheduler.speculation is None else _totals(scheduler.speculation.counters)),
-            **({} if scheduler.disk is None else _totals(scheduler.disk.counters)),
-            **_totals(guard.counters),
-        ).after(past)
+        ).plus(scheduler.counters, blocks.counters, guard.counters, past)
 
     # --- internals ------------------------------------------------------------------------------------------
 
@@ -443,8 +427,3 @@ class AsyncEngine:
                 f"The model {self.model_name} has no tokenizer; send token ids, and ask for token ids back.", "prompt"
             )
         return text
-
-
-def _totals(counters: SchedulerCounters | SpeculationCounters | DiskTierCounters | GuardCounters) -> dict[str, Any]:
-    """The counters, by their names, which are the same in `EngineStats`."""
-    return {leaf.name: getattr(counters, leaf.name) for leaf in fields(counters)}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from mlx_server.api.app import create_app
-from mlx_server.batching.blocks.prefix_changes import CacheCleared
+from mlx_server.batching.blocks.prefix_cache import CacheCleared
 from mlx_server.config import Config
 from mlx_server.engine.prefixes import kv_events
 from mlx_server.engine.prefixes.kv_events import CacheEvents, KvEvents

@@ -34,7 +34,7 @@ _FIRST_STEP, _NUM_STEPS, _NUM_WINDOWS = 64, 32, 6
 _LOOP, _MLX = "MainThread", "mlx"
 
 _MAX_CALLS = 96
-_MAX_FILES = 23
+_MAX_FILES = 20
 _MAX_CALLS_A_STREAM = 38
 _MAX_CALLS_A_TOKEN = 21
 _MAX_CALLS_A_LAYER = 34  # 27 to 30 are measured: other calls in a window differ from run to run

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
-from mlx_server.batching.request_table import headroom
+from mlx_server.batching.policy import headroom
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import World, chunks, make_request, make_world, prompt

@@ -138,7 +138,7 @@ def test_the_least_recently_used_block_is_evicted() -> None:
     assert blocks.num_cached_blocks == 4
     hold(blocks, make_request("a again", [*prompt(64), 5]))  # uses a's two, and must evict one of b's
     assert blocks.block_ids("a again") == (0, 1, 3)
-    assert blocks.num_evictions == 1
+    assert blocks.counters.num_block_evictions == 1
     assert cached_prefix(blocks, prompt(65, 100)) == [2]
     assert blocks.num_cached_blocks == 3
 
@@ -160,7 +160,7 @@ def test_a_revived_block_counts_as_taken() -> None:
     assert blocks.num_new_blocks(again, 65, prefix) == 3
     assert blocks.allocate(again, 65, prefix) == ((0, 1, 2),)
     assert blocks.num_free_blocks == 0
-    assert blocks.num_evictions == 0
+    assert blocks.counters.num_block_evictions == 0
 
 
 def test_too_little_beside_a_revived_prefix_changes_nothing() -> None:
@@ -312,7 +312,7 @@ def test_the_cache_can_be_forgotten_while_nobody_holds_blocks() -> None:
     assert blocks.reset_prefix_cache()
     assert blocks.num_cached_blocks == 0
     assert cached_prefix(blocks, prompt(64)) == []
-    assert blocks.num_evictions == 0
+    assert blocks.counters.num_block_evictions == 0
     blocks.check_integrity()
 
 
@@ -377,4 +377,4 @@ def test_random_use_keeps_the_books() -> None:
         held = {block_id for request_id in running for block_id in blocks.block_ids(request_id)}
         held |= {block.block_id for group in detached for block in group}
         assert blocks.num_free_blocks == 12 - len(held)
-    assert blocks.num_evictions > 100
+    assert blocks.counters.num_block_evictions > 100

@@ -62,7 +62,10 @@ def test_what_is_evicted_is_saved_before_it_is_written_over() -> None:
         world.add(make_request(name, 5 * BLOCK_SIZE, 20))
         world.finish()
     assert (
-        world.scheduler.blocks.num_evictions == len(store.blocks) == world.scheduler.disk.counters.num_blocks_saved > 5
+        world.scheduler.blocks.counters.num_block_evictions
+        == len(store.blocks)
+        == world.scheduler.counters.num_blocks_saved
+        > 5
     )
     again = make_request("again", world.requests["a"].prompt_token_ids, 20)
     world.add(again)
@@ -148,7 +151,7 @@ def test_what_is_taken_beside_who_decodes_is_copied_within_a_quarter_of_the_targ
     world.add(make_request("takes", prompt(12 * BLOCK_SIZE, first=600), 1))
     world.step()
     world.step()
-    assert world.scheduler.blocks.num_evictions == 7
+    assert world.scheduler.blocks.counters.num_block_evictions == 7
     assert list(store.blocks) == world.requests["gone"].block_hashes[:1]
 
 
@@ -199,7 +202,7 @@ def test_a_pool_that_is_cut_at_once_is_saved_first(kind: dict[str, object], runs
         assert 0 < num_saved[-1] - num_saved[-2] <= 4, "a step saves a piece"
     world.step()
     assert scheduler.blocks.num_blocks <= 10
-    assert scheduler.disk.counters.num_blocks_not_saved == 0
+    assert scheduler.counters.num_blocks_not_saved == 0
     scheduler.blocks._supply = ScriptedSupply(110)
     assert next_turn_cached(world, "a") == 40
 
@@ -243,7 +246,7 @@ def test_a_cut_that_does_not_wait_keeps_the_beginning_of_a_prompt() -> None:
     world.deliver()
     hashes = world.requests["a"].block_hashes
     assert list(store.blocks) == hashes[:4]
-    assert world.scheduler.disk.counters.num_blocks_not_saved == 36
+    assert world.scheduler.counters.num_blocks_not_saved == 36
     world.scheduler.blocks._supply = ScriptedSupply(100)
     assert next_turn_cached(world, "a") == 4
 
@@ -410,7 +413,7 @@ def test_those_with_one_prefix_load_it_once() -> None:
     world.finish()
     world.check_tokens()
     assert store.num_read == 10
-    assert world.scheduler.disk.counters.num_disk_loads == 1
+    assert world.scheduler.counters.num_disk_loads == 1
 
 
 def test_others_decode_while_a_prefix_is_loaded() -> None:
@@ -565,7 +568,7 @@ def test_a_full_writer_loses_blocks_and_nothing_else() -> None:
         world.add(make_request(name, 5 * BLOCK_SIZE, 20))
         world.finish()
     assert store.blocks == {}
-    assert world.scheduler.disk.counters.num_blocks_not_saved > 5
+    assert world.scheduler.counters.num_blocks_not_saved > 5
 
 
 WINDOWS = {"windows": (None, 40)}

@@ -11,8 +11,8 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.prefix_cache import extend_block_hashes, root_hash
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import NO_BURST, Burst
+from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom
 from mlx_server.batching.speculation.draft_heads import HeadDrafts
-from mlx_server.batching.speculation.drafting import RowCosts, StepRoom
 from mlx_server.outputs import HELD_STATES, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 from tests.batching.worlds import make_request, prompt

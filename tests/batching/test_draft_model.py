@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
 from mlx_server.batching.speculation.draft_burst import NO_BURST, choose_burst
-from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation, NoLookup
-from mlx_server.batching.speculation.drafting import Acceptance, Drafter, RowCosts, StepRoom
+from mlx_server.batching.speculation.draft_costs import Acceptance, RowCosts, StepRoom
+from mlx_server.batching.speculation.draft_model import DraftModel
+from mlx_server.batching.speculation.drafting import Drafter, Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
 from mlx_server.request import FinishReason
@@ -120,7 +121,7 @@ class DraftingWorld(World):
         )
         self.model = DraftModel(blocks, vocab_size=vocab_size, max_tokens=max_tokens, doubling_tokens=4096.0)
         self.model.learn(64, 0.001, 0.001)
-        self.speculation = ModelSpeculation(drafter or NoLookup(), most, self.model, num_spares)
+        self.speculation = Speculation(drafter, most, num_spares, self.model)
         costs = self.speculation.costs
         for rows, cost_s in ((1, 0.05), (256, 0.0501)):
             costs.observe(rows, cost_s)
@@ -319,7 +320,7 @@ def test_blocks_of_one_that_is_not_drafted_for_serve_another() -> None:
     world.step()
     world.step()
     assert len(world.model.blocks.block_ids("a")) == 2
-    world.speculation.model._acceptances._by_request["a"] = Acceptance(0.0, 1e9)  # it was wrong throughout
+    world.model.acceptances._by_request["a"] = Acceptance(0.0, 1e9)  # it was wrong throughout
     world.add(make_request("b", 40, max_tokens=20))
     world.finish()
     world.check_tokens()
@@ -348,7 +349,7 @@ def test_tenants_share_nothing() -> None:
 def test_lookups_go_first_and_the_model_drafts_for_the_rest() -> None:
     """One repeats itself, and the other does not."""
 
-    class Repeats(NoLookup):
+    class Repeats(NgramDrafter):
         def propose(self, request: Any, most: int) -> tuple[int, ...]:
             return (1,) * most if request.request_id == "a" else ()
 
@@ -485,7 +486,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again(is_ahead: bool, fault: s
         if fault == "slow":
             world.model.costs.observe(1, 0.5)
         else:
-            world.model.on_result("r", 4, 0)
+            world.model.acceptances.add("r", 4, 0)
     before = world.scheduler.counters.num_steps
     while len(world.runner.bursts) == 5:
         step()

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_server.batching.speculation.drafting import (
-    Acceptance,
-    RowCosts,
-    Speculation,
-    StepRoom,
-    choose_depths,
-)
+from mlx_server.batching.speculation.draft_costs import Acceptance, RowCosts, StepRoom, choose_depths
+from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import History, NgramDrafter
 from mlx_server.request import Request
 from mlx_server.sampling_params import SamplingParams

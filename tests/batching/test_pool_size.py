@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mlx_server.batching.blocks.block import plan_compaction
+from mlx_server.batching.blocks.block_pool import plan_compaction
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import BlockMove, PoolChange
 from mlx_server.request import FinishReason, Priority
@@ -66,7 +66,7 @@ def test_a_pool_doubles_before_anyone_waits_or_loses_blocks():
     assert world.step() is None
     world.check_tokens()
     assert world.scheduler.counters.num_preemptions == 0
-    assert world.scheduler.blocks.num_evictions == 0
+    assert world.scheduler.blocks.counters.num_block_evictions == 0
 
 
 def test_a_pool_grows_rather_than_forget_what_is_cached():
@@ -74,14 +74,14 @@ def test_a_pool_grows_rather_than_forget_what_is_cached():
     for index in range(6):
         world.add(make_request(f"r{index}", 64, 1))
         world.finish()
-    assert world.scheduler.blocks.num_evictions == 0
+    assert world.scheduler.blocks.counters.num_block_evictions == 0
     supply.is_open = False
     for index in range(6, 12):
         world.add(make_request(f"r{index}", 64, 1))
         world.finish()
     assert world.scheduler.blocks.num_blocks == 16
     assert supply.taken == [4, 8]
-    assert world.scheduler.blocks.num_evictions == 12 * 2 - 16
+    assert world.scheduler.blocks.counters.num_block_evictions == 12 * 2 - 16
 
 
 def test_ids_are_stable_while_a_pool_grows():
@@ -303,7 +303,7 @@ def test_churn_changes_no_token(seed, depth):
     world.finish()
     world.check_tokens()
     blocks = world.scheduler.blocks
-    assert min(blocks.num_growths, blocks.num_cuts, blocks.num_moves) >= 10
+    assert min(blocks.counters.num_pool_growths, blocks.counters.num_pool_cuts, blocks.counters.num_blocks_moved) >= 10
     if world.schedule() is not None:
         world.deliver()
     assert supply.num_left + blocks.num_blocks == 48

@@ -53,7 +53,7 @@ def test_nothing_of_them_is_cached_and_nothing_that_is_cached_goes_for_them() ->
         world.finish()
     check_vectors(world, inputs)
     assert world.scheduler.blocks.num_cached_blocks == num_cached
-    assert world.scheduler.blocks.num_evictions == 0
+    assert world.scheduler.blocks.counters.num_block_evictions == 0
 
 
 def test_equal_inputs_are_each_computed_from_their_first_token() -> None:

@@ -7,7 +7,7 @@ import pytest
 from mlx_server.batching.limits import QueueLimits
 from mlx_server.errors import ContextLengthError, QueueFullError, QueueTimeoutError, QuotaExceededError
 from mlx_server.request import FinishReason, Priority
-from tests.batching.worlds import make_request, make_scheduler, make_world
+from tests.batching.worlds import make_request, make_scheduler, make_world, waiting
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -139,7 +139,7 @@ def test_a_better_tier_takes_the_newest_place_of_the_worst() -> None:
     assert (error.reason, error.retry_after_s) == ("displaced", 5.0)
     with pytest.raises(QueueFullError, match="4 requests wait already"):
         scheduler.add_request(make_request("h4", priority=Priority.HIGH))
-    assert {request.request_id for request in scheduler.waiting()} == {"h0", "h1", "h2", "h3"}
+    assert {request.request_id for request in waiting(scheduler)} == {"h0", "h1", "h2", "h3"}
     scheduler.check_integrity()
 
 

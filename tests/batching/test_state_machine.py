@@ -127,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.has_requests)
     def end(self, data: st.DataObject, reason: FinishReason) -> None:
         scheduler = self.world.scheduler
-        alive = sorted(request.request_id for request in [*scheduler.running(), *scheduler.waiting()])
+        alive = sorted(request.request_id for request in scheduler.in_order())
         assert scheduler.finish_request(data.draw(st.sampled_from(alive)), reason)
 
     @rule(num_blocks=st.integers(1, 30))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from mlx_server.batching.limits import QueueLimits
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
-from tests.batching.worlds import chunks, make_request, make_scheduler, make_world, prompt, step_seconds
+from tests.batching.worlds import chunks, make_request, make_scheduler, make_world, prompt, step_seconds, waiting
 
 TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
 MAX_TOKENS = 444  # what a step of MAX_S leaves beside four decodes, in rows that are a multiple of 16
@@ -47,7 +47,7 @@ class Flood:
         return name
 
     def num_waiting(self, priority: Priority) -> int:
-        return sum(request.priority == priority for request in self.scheduler.waiting())
+        return sum(request.priority == priority for request in waiting(self.scheduler))
 
     def step(self) -> SchedulerOutput:
         """Composes a step and runs it."""

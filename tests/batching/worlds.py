@@ -37,7 +37,7 @@ from mlx_server.outputs import (
     SchedulerOutput,
     TokenLogprob,
 )
-from mlx_server.request import FinishReason, PoolingParams, Request, Vector
+from mlx_server.request import FinishReason, PoolingParams, Request, RequestStatus, Vector
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
@@ -180,6 +180,10 @@ def make_scheduler(
     if scheduler.disk is not None:
         scheduler.disk.saves.min_prompt_tokens = BLOCK_SIZE
     return scheduler
+
+
+def waiting(scheduler: ContinuousBatchingScheduler) -> list[Request]:
+    return [request for request in scheduler.in_order() if request.status is RequestStatus.WAITING]
 
 
 def expected_tokens(prompt_token_ids: Sequence[int], count: int) -> list[int]:
@@ -611,7 +615,7 @@ class World:
         return [request.request_id for request in self.scheduler.running()]
 
     def waiting_ids(self) -> list[str]:
-        return sorted(request.request_id for request in self.scheduler.waiting())
+        return sorted(request.request_id for request in waiting(self.scheduler))
 
 
 def make_world(num_blocks: int = 64, *, is_async: bool = False, **limits: Any) -> World:

@@ -40,7 +40,7 @@ def speedup(profile: str, num_streams: int, num_prompt_tokens: int, mix: DraftMi
     drafted = simulate(profile, num_streams, num_prompt_tokens, mix)
     plain = simulate(profile, num_streams, num_prompt_tokens, None)
     assert drafted.counters.num_generated_tokens == plain.counters.num_generated_tokens
-    assert drafted.drafts.num_draft_tokens > 0, "drafts were tried"
+    assert drafted.counters.num_draft_tokens > 0, "drafts were tried"
     return plain.elapsed_s / drafted.elapsed_s
 
 
@@ -71,8 +71,8 @@ def test_right_drafts_pay_where_rows_cost_little(num_streams: int, least: float)
 def test_few_wrong_drafts_are_tried() -> None:
     """A request whose drafts are always wrong has less than one draft in eight tokens."""
     metrics = simulate("gpu", 1, 64, DraftMix(acceptances=(0.0,)))
-    assert metrics.drafts.num_accepted_tokens == 0
-    assert 0 < metrics.drafts.num_draft_tokens < metrics.counters.num_generated_tokens / 8
+    assert metrics.counters.num_accepted_tokens == 0
+    assert 0 < metrics.counters.num_draft_tokens < metrics.counters.num_generated_tokens / 8
 
 
 def test_a_draft_costs_a_row_and_gives_a_token() -> None:
@@ -80,7 +80,7 @@ def test_a_draft_costs_a_row_and_gives_a_token() -> None:
     metrics = simulate("gpu", 1, 64, DraftMix(acceptances=(1.0,)))
     assert metrics.num_finished == 5
     assert metrics.counters.num_generated_tokens == 5 * 400
-    assert metrics.drafts.num_accepted_tokens == metrics.drafts.num_draft_tokens
+    assert metrics.counters.num_accepted_tokens == metrics.counters.num_draft_tokens
     assert metrics.counters.num_steps < 5 * 400 / 8
 
 
@@ -92,7 +92,7 @@ def test_the_command_shows_drafts_beside_none(tmp_path: Path, capsys: pytest.Cap
     assert " tokens drafted in " in printed
     assert "| no drafts " in printed
     drafted, plain = json.loads(path.read_text())["results"]
-    assert 0 < drafted["drafts"]["num_accepted_tokens"] < drafted["drafts"]["num_draft_tokens"]
-    assert plain["drafts"]["num_drafts"] == 0
+    assert 0 < drafted["counters"]["num_accepted_tokens"] < drafted["counters"]["num_draft_tokens"]
+    assert plain["counters"]["num_drafts"] == 0
     assert main([*command, "--draft-acceptance", "1.5"]) == 2
     assert "1.5 is not a share from 0 to 1" in capsys.readouterr().err

@@ -12,8 +12,8 @@ import pytest
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import Burst
-from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation
-from mlx_server.batching.speculation.drafting import StepRoom
+from mlx_server.batching.speculation.draft_costs import StepRoom
+from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.config import Config, ModelConfig, SchedulerConfig, load_config
 from mlx_server.engine.library.llm import Completion
 from mlx_server.engine.memory.need import estimate_need
@@ -54,7 +54,8 @@ def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draft_of(llm: LLM) -> DraftModel:
     speculation = llm.engine.scheduler.speculation
-    assert isinstance(speculation, ModelSpeculation)
+    assert speculation is not None
+    assert speculation.model is not None
     return speculation.model
 
 

@@ -115,7 +115,7 @@ def test_a_conversation_goes_on_after_its_pool_was_cut(tmp_path):
             while len(disk.store) < num_blocks - 1:  # noqa: ASYNC110 - what is waited for is no event of ours
                 await asyncio.sleep(0.01)
             got, last = await answer(engine, next_turn)
-            assert blocks.num_cuts == 1
+            assert blocks.counters.num_pool_cuts == 1
             assert last.num_cached_tokens == num_blocks * BLOCK_SIZE
             assert engine.stats().num_prompt_tokens_from_disk == (num_blocks - 1) * BLOCK_SIZE
         async with serving(folder, tmp_path / "other", kv_disk=None) as engine:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from mlx_server.batching.blocks import prefix_changes
+from mlx_server.batching.blocks import prefix_cache
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, Config, load_config
 from mlx_server.engine.prefixes import kv_events
@@ -384,9 +384,9 @@ def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
     encode = msgspec.msgpack.Encoder().encode
     digests = [bytes([index]) * 16 for index in range(1, 9)]
 
-    def stored(first: int) -> prefix_changes.BlocksStored:
+    def stored(first: int) -> prefix_cache.BlocksStored:
         parent = digests[first - 1] if first else None
-        return prefix_changes.BlocksStored(first, parent, (digests[first],), [first] * 32, (0,), (), None)
+        return prefix_cache.BlocksStored(first, parent, (digests[first],), [first] * 32, (0,), (), None)
 
     def sent() -> list[str]:
         payloads = [msgspec.msgpack.decode(payload) for _, payload in channel.batches(0.0, encode)]

@@ -375,7 +375,7 @@ async def test_each_level_does_its_part_and_says_so(caplog):
 
     counters = model.guard.counters
     assert (counters.num_pressure_holds, counters.num_pressure_preemptions) == (1, 1)
-    assert counters.num_pressure_cuts == world.scheduler.blocks.num_cuts == 3
+    assert counters.num_pressure_cuts == world.scheduler.blocks.counters.num_pool_cuts == 3
     assert [record.message for record in caplog.records] == [
         "Memory is 86 % full; the KV pools free idle and cached blocks",
         "Memory is 93 % full; no new request starts",
@@ -451,7 +451,7 @@ def with_a_prefix(*, is_slow: bool) -> Model:
 async def test_a_cut_under_pressure_waits_two_samples_for_the_disk(is_slow: bool) -> None:
     """And only one if all is saved by then; at the last level it does not wait."""
     model = with_a_prefix(is_slow=is_slow)
-    counters = model.world.scheduler.disk.counters
+    counters = model.world.scheduler.counters
     async with watched(model) as scene:
         seen = []
         for _ in range(3):

@@ -9,8 +9,7 @@ from itertools import count
 
 import pytest
 
-from mlx_server.batching.blocks.prefix_cache import most_hit
-from mlx_server.batching.blocks.prefix_changes import BlocksStored
+from mlx_server.batching.blocks.prefix_cache import BlocksStored, most_hit
 from mlx_server.engine.prefixes.mirror import ANNOUNCE_AGAIN_S, Announcement, PrefixMirror
 from mlx_server.request import FinishReason
 from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, prompt

@@ -196,7 +196,6 @@ def test_every_count_is_under_its_own_name():
         num_prompt_tokens_from_disk=6,
         num_generated_tokens=16,
         num_tokens_recomputed=29,
-        num_preemptions=17,
         preemptions_by_tier={"gold": 18},
         num_prefix_query_tokens=19,
         num_prefix_hit_tokens=20,
@@ -253,7 +252,7 @@ def test_every_count_is_under_its_own_name():
         "mlx_serve:kv_disk_load_seconds_total": 66.5,
         "vllm:prefix_cache_queries_total": 19,
         "vllm:prefix_cache_hits_total": 20,
-        "vllm:num_preemptions_total": 17,
+        "vllm:num_preemptions_total": 18,
         "vllm:request_success_total{finished_reason=stop}": 31,
         "vllm:request_success_total{finished_reason=length}": 32,
         "vllm:request_success_total{finished_reason=abort}": 33,
@@ -318,8 +317,8 @@ def test_a_model_that_was_unloaded_keeps_its_counters_and_comes_last():
     metrics.past = EngineStats(num_running=3, num_steps=10, preemptions_by_tier={"low": 2, "high": 1})
     now = replace(now, num_accepted_by_place={0: 1, 1: 0, 2: 0})
     metrics.past = replace(metrics.past, num_accepted_by_place={0: 7, 1: 5})
-    gone = EngineReading("gone", EngineStats().after(metrics.past), metrics, True, is_loaded=False)
-    again = EngineReading("again", now.after(metrics.past), EngineMetrics(64), True)
+    gone = EngineReading("gone", EngineStats().plus(metrics.past), metrics, True, is_loaded=False)
+    again = EngineReading("again", now.plus(metrics.past), EngineMetrics(64), True)
     text = render([gone, again]).decode()
     steps = [line for line in text.splitlines() if line.startswith(("mlx_serve:steps_total", "vllm:num_requests_run"))]
     assert steps == [

@@ -1,4 +1,5 @@
-"""Which request holds which block: allocation, sharing of prefixes, reference counts, eviction in LRU order."""
+"""Which request holds which block: its block tables, the cached prefix that it begins with, and when it gives blocks
+up."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from mlx_server.batching.blocks.block import Block, BlockSupply, BlockTable
-from mlx_server.batching.blocks.block_pool import BlockPool
-from mlx_server.batching.blocks.layer_groups import LayerGroups, first_seen, num_blocks_for
+from mlx_server.batching.blocks.block import Block
+from mlx_server.batching.blocks.block_pool import BlockPool, BlockSupply
+from mlx_server.batching.blocks.layer_groups import BlockTable, LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import (
     CachedPrefix,
     PrefixCache,
+    PrefixListener,
     SeenBlock,
     extend_block_hashes,
     most_hit,
     root_hash,
 )
-from mlx_server.batching.blocks.prefix_changes import PrefixListener
 from mlx_server.batching.blocks.state_checkpoints import StateCheckpoints
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds
@@ -29,17 +30,10 @@ _MAX_FOUND = 16
 
 
 class PagedBlockManager(BlockPool):
-    """All blocks of one model. Not thread-safe: only the scheduler uses it.
+    """The blocks of one model's requests. Not thread-safe: only the scheduler uses it.
 
     A request has a block table in each layer group. A table only grows, until `free` or `detach`; in a group with a
     window, the blocks before the window are given up as it moves on.
-
-    A block with `ref_cnt` 0 is in the free queue. If it also has a hash, it is still in the prefix cache: all unused
-    memory is prefix cache. Taking such a block from the queue evicts it. Empty blocks are taken first, then the least
-    recently used. `before_eviction` gets each cached block that is taken.
-
-    A block that is given up may be taken at once, although submitted steps still read or write it: steps run in the
-    order in which they are composed, so the step that takes it runs after all of these.
     """
 
     def __init__(
@@ -55,20 +49,16 @@ class PagedBlockManager(BlockPool):
     ) -> None:
         """Without `groups`, no layer has a window. Without `max_blocks` the pool is fixed. With `checkpoints`, hits end
         where a recurrent state is kept."""
-        super().__init__(num_blocks, max_blocks, supply)
         self.groups = groups or LayerGroups()
+        super().__init__(num_blocks, PrefixCache(self.groups.windows), max_blocks, supply)
         self.no_prefix = CachedPrefix(0, 0, tuple([] for _ in self.groups.windows))
         self._tables: dict[str, list[BlockTable]] = {}
         self._num_allocated: dict[str, int] = {}  # entries of a table without a window
         self._num_cached: dict[str, int] = {}  # leading blocks of a table that were offered to the prefix cache
-        self._found: dict[Request, CachedPrefix] = {}  # lookups since the last `_forget`
-        self._found_mark = 0  # the mark of their blocks
-        self._cache = PrefixCache(self.groups.windows)
         self._root = root_hash(model_key)
         self._detached: list[list[Block]] = []
         self.enable_prefix_caching = enable_prefix_caching
         self.checkpoints = checkpoints
-        self.before_eviction: Callable[[Block], None] = lambda block: None
 
     @property
     def num_cached_blocks(self) -> int:
@@ -350,46 +340,3 @@ class PagedBlockManager(BlockPool):
         """How many blocks the tables lack for `num_tokens` tokens."""
         pairs = zip(tables, self.groups.most_held)
         return sum([max(0, table.end(num_tokens, most) - len(table)) for table, most in pairs])
-
-    def _reference(self, block: Block) -> None:
-        if block.ref_cnt == 0:
-            self._free.remove(block)
-            self._forget(block)
-        block.ref_cnt += 1
-
-    def _take(self) -> Block:
-        first = self._free.first
-        if first is not None and first.block_hash is not None:
-            self._grow(1, is_needed=False)
-        block = self._free.popleft()
-        if block.block_hash is not None:
-            self._lose(block)
-            self.num_evictions += 1
-        block.ref_cnt = 1
-        self.observer.on_taken(block)
-        return block
-
-    def _lose(self, block: Block) -> None:
-        self.before_eviction(block)
-        self._evict(block)
-
-    def _evict(self, block: Block) -> None:
-        self._cache.remove(block)
-        self._forget(block)
-
-    def _forget(self, block: Block) -> None:
-        """Forgets all remembered lookups if one of them found the block."""
-        if block.found_mark == self._found_mark:
-            self._found_mark += 1
-            self._found.clear()
-
-    def _release(self, block: Block) -> None:
-        block.ref_cnt -= 1
-        if block.ref_cnt > 0:
-            return
-        self._forget(block)
-        self.observer.on_freed(block)
-        if block.block_hash is None:
-            self._free.appendleft(block)
-        else:
-            self._free.append(block)

@@ -12,7 +12,7 @@ from mlx_server.batching.blocks.block import Block
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import STATES, CopyPlace
+from mlx_server.outputs import STATES, CopyPlace, EngineCounters
 from mlx_server.request import Request
 
 MIN_PROMPT_TOKENS = 512
@@ -27,18 +27,6 @@ BESIDE_BYTES = 16 * 2**20
 _MAX_PASSED = 256
 _OWNER_BYTES = 8
 _ROOT = bytes(16)
-
-
-@dataclass(slots=True)
-class DiskTierCounters:
-    """Totals since start; `EngineStats` says what each means."""
-
-    num_disk_loads: int = 0
-    num_blocks_loaded: int = 0
-    num_blocks_not_loaded: int = 0
-    num_blocks_saved: int = 0
-    num_blocks_not_saved: int = 0
-    disk_load_time_s: float = 0.0
 
 
 class BlockStore(Protocol):
@@ -137,7 +125,7 @@ class DiskSaves:
     save the evicted blocks but the next ones in this order: the two meet somewhere in the prefix.
     """
 
-    def __init__(self, blocks: PagedBlockManager, store: BlockStore, counters: DiskTierCounters) -> None:
+    def __init__(self, blocks: PagedBlockManager, store: BlockStore, counters: EngineCounters) -> None:
         self.min_prompt_tokens = MIN_PROMPT_TOKENS
         self.landing: set[bytes] = set()  # digests that the next step loads
         self._counters = counters

@@ -6,24 +6,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
-from mlx_server.batching.blocks.block import Block
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import (
     BESIDE_BYTES,
     PIECE_BYTES,
     BlockStore,
     DiskSaves,
-    DiskTierCounters,
     content_bytes,
     record_digest,
 )
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.blocks.prefix_cache import SeenBlock
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
+from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import STATES, BlockCopies, CopyPlace, ModelRunnerOutput
+from mlx_server.outputs import STATES, BlockCopies, CopyPlace, EngineCounters, ModelRunnerOutput
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
@@ -63,34 +61,22 @@ _LOAD_FIXED_S = 0.005
 _NOTHING = memoryview(b"")
 
 
-class _Item(NamedTuple):
-    """A block of a layer group, or, without a block, the state at the end of a block for a checkpoint's slot."""
-
-    number: int
-    group: int
-    block: Block | None
-    slot: int = 0
-
-    @property
-    def place(self) -> CopyPlace:
-        """Its place now; a later change of the pool may move the block."""
-        return CopyPlace(self.slot if self.block is None else self.block.block_id, self.group)
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
     """A load of a prefix of `end` blocks for the request `wanted_by`. Its first `first` blocks were a hit in memory.
 
     Of the `items` to load, those before `next` have landed in the pool, and those from `next` to `requested` are being
-    read or are `staged`. `holder` holds the blocks as a running request would. For other requests that need the blocks,
-    the holder is the request that computes them.
+    read or are `staged`. If the state at the prefix's end is to be loaded, it is the first item, without a block, and
+    `slot` is reserved for it. `holder` holds the blocks as a running request would. For other requests that need the
+    blocks, the holder is the request that computes them.
     """
 
     holder: Request
     wanted_by: Request
     first: int
     end: int
-    items: list[_Item]
+    items: list[SeenBlock]
+    slot: int | None
     began_s: float
     next: int = 0
     requested: int = 0
@@ -98,6 +84,12 @@ class _Load:
     bytes_landed: int = 0
     staged: dict[int, memoryview | None] = field(default_factory=dict)
     is_over: bool = False
+
+    def place(self, item: SeenBlock) -> CopyPlace:
+        """An item's place now; a later change of the pool may move its block."""
+        number = self.slot if item.block is None else item.block.block_id
+        assert number is not None, "a slot is reserved for the state"
+        return CopyPlace(number, item.group)
 
     @property
     def is_complete(self) -> bool:
@@ -130,19 +122,19 @@ class DiskTier:
         blocks: PagedBlockManager,
         waiting: PriorityQueueWithAging,
         store: BlockStore,
-        compute_s: Callable[[int, int], float],
+        counters: EngineCounters,
+        budget: PromptBudget,
         room_beside: Callable[[], int],
         target_s: Callable[[], float],
     ) -> None:
-        """`compute_s` gives the expected time to compute a prompt's tokens from a position on, 0 if it is unknown.
-        `room_beside` gives the number of blocks that a load must leave free, `target_s` the target time of a step while
-        requests decode."""
-        self.counters = DiskTierCounters()
-        self.saves = DiskSaves(blocks, store, self.counters)
+        """`budget` knows how long computing takes. `room_beside` is how many blocks a load must leave free, `target_s`
+        the target time of a step while requests decode."""
+        self.saves = DiskSaves(blocks, store, counters)
+        self._counters = counters
         self._blocks = blocks
         self._waiting = waiting
         self._store = store
-        self._compute_s = compute_s
+        self._budget = budget
         self._room_beside = room_beside
         self.target_s = target_s
         self._loads: list[_Load] = []
@@ -272,21 +264,20 @@ class DiskTier:
         if not self._blocks.make_room(num_blocks + self._room_beside()):
             request.was_sought_on_disk, request.num_blocks_lacked = False, num_blocks  # tried again when there is room
             return
-        checkpoints, items = self._blocks.checkpoints, []
-        if checkpoints is not None:
-            last = request.block_hashes[end - 1]
-            slot = checkpoints.slot(last) if last in checkpoints else checkpoints.reserve()
+        checkpoints, last, slot = self._blocks.checkpoints, request.block_hashes[end - 1], None
+        if checkpoints is not None and last in checkpoints:
+            checkpoints.slot(last)  # which counts as used
+        elif checkpoints is not None:
+            slot = checkpoints.reserve()
             if slot is None:
                 return
-            if last not in checkpoints:
-                items.append(_Item(end - 1, STATES, None, slot))
-        self.counters.num_disk_loads += 1
+        self._counters.num_disk_loads += 1
         holder = self._holder(request, end)
         # In order of the blocks: without windows, what has landed can be hit at once.
         missing = sorted(self._blocks.hold(holder, seen), key=lambda block: (block.number, block.group))
-        items += [_Item(*block) for block in missing]
+        items = missing if slot is None else [SeenBlock(end - 1, STATES, None), *missing]
         self._waiting.start(holder, is_load=True)
-        load = _Load(holder, request, first, end, items, now)
+        load = _Load(holder, request, first, end, items, slot, now)
         self._loads.append(load)
         self._request_reads(load)
 
@@ -300,7 +291,7 @@ class DiskTier:
         blocks; true while the speed of computing is unknown."""
         if end <= first:
             return False
-        compute_s = self._compute_s(first * BLOCK_SIZE, (end - first) * BLOCK_SIZE)
+        compute_s = self._budget.expected_s(self._budget.alone(first * BLOCK_SIZE, (end - first) * BLOCK_SIZE))
         windows = self._blocks.groups.windows
         num_blocks = sum([end - max(first, first_seen(end * BLOCK_SIZE, window)) for window in windows])
         num_bytes = num_blocks * self._store.block_bytes + self._store.state_bytes
@@ -358,9 +349,9 @@ class DiskTier:
                 is_broken = True
                 break
             if num_bytes:
-                self._loaded.append((item.place, content))
+                self._loaded.append((load.place(item), content))
                 self.saves.landing.add(record_digest(load.holder.block_hashes[item.number], item.group))
-            self._cache(load.holder, item)
+            self._cache(load, item)
             load.next += 1
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
@@ -372,13 +363,11 @@ class DiskTier:
             self._request_reads(load)
         return load.bytes_landed - before
 
-    def _cache(self, holder: Request, item: _Item) -> None:
-        checkpoints = self._blocks.checkpoints
+    def _cache(self, load: _Load, item: SeenBlock) -> None:
         if item.block is not None:
-            seen = SeenBlock(item.number, item.group, item.block)
-            self._blocks.cache_loaded(holder, seen, is_rounded=self._store.is_rounded)
-        elif checkpoints is not None:
-            checkpoints.fill(holder.block_hashes[item.number], item.slot)
+            self._blocks.cache_loaded(load.holder, item, is_rounded=self._store.is_rounded)
+        elif self._blocks.checkpoints is not None and load.slot is not None:
+            self._blocks.checkpoints.fill(load.holder.block_hashes[item.number], load.slot)
 
     def _num_hit(self, load: _Load) -> int:
         """Blocks of a load's prefix that can be hit with what has landed."""
@@ -388,7 +377,7 @@ class DiskTier:
 
     def _learn(self, load: _Load, now: float) -> None:
         took_s = now - load.began_s
-        self.counters.disk_load_time_s += took_s
+        self._counters.disk_load_time_s += took_s
         if load.bytes_landed and took_s > 0.0:
             rate = load.bytes_landed / max(took_s - _LOAD_FIXED_S, _LOAD_FIXED_S)
             self._bytes_per_s += _RATE_GAIN * (rate - self._bytes_per_s)
@@ -399,9 +388,8 @@ class DiskTier:
         self._loads.remove(load)
         self._waiting.stop(load.holder.request_id)
         self._blocks.free(load.holder.request_id)
-        for item in load.items[load.next :]:
-            if item.block is None and self._blocks.checkpoints is not None:
-                self._blocks.checkpoints.give_back(item.slot)
+        if load.slot is not None and load.next == 0 and self._blocks.checkpoints is not None:
+            self._blocks.checkpoints.give_back(load.slot)
         load.wanted_by.num_loaded_tokens = (self._num_hit(load) - load.first) * BLOCK_SIZE
-        self.counters.num_blocks_loaded += load.next
-        self.counters.num_blocks_not_loaded += len(load.items) - load.next
+        self._counters.num_blocks_loaded += load.next
+        self._counters.num_blocks_not_loaded += len(load.items) - load.next

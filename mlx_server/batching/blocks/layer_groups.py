@@ -1,11 +1,14 @@
-"""The layer groups of a model: how far back each attends, and which blocks a request needs for that."""
+"""The layer groups of a model: how far back each attends, and which blocks a request needs and has for that."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from mlx_server.batching.blocks.block import Block
 from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import NULL_BLOCK_ID
 
 _NO_BOUND = 2**31
 """The most tokens of a request if all layers have windows, so that its blocks never run out."""
@@ -56,3 +59,37 @@ class LayerGroups:
 def first_seen(position: int, window: int | None) -> int:
     """Index of the first block that the token at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1) // BLOCK_SIZE
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request in one layer group. Block i holds tokens 32 * i to 32 * i + 31. The table grows at its
+    end. Its first `num_gone` entries are empty: they were given up, or never held."""
+
+    blocks: list[Block]
+    num_gone: int
+
+    def __len__(self) -> int:
+        """The number of entries, empty ones included."""
+        return self.num_gone + len(self.blocks)
+
+    def ids(self, start: int = 0) -> tuple[int, ...]:
+        """The block ids from entry `start` on, `NULL_BLOCK_ID` for empty entries."""
+        num_null = max(0, self.num_gone - start)
+        held = self.blocks[max(0, start - self.num_gone) :]
+        return (NULL_BLOCK_ID,) * num_null + tuple([block.block_id for block in held])
+
+    def end(self, num_tokens: int, most_held: int | None) -> int:
+        """The length of a table with room for `num_tokens` tokens; with `most_held`, at most that many blocks are held
+        at once, and the rest follows as others are given up."""
+        num_blocks = -(-num_tokens // BLOCK_SIZE)  # `num_blocks_for` without a call, as each step asks each table
+        return num_blocks if most_held is None else min(num_blocks, self.num_gone + most_held)
+
+    def give_up(self, num_gone: int) -> list[Block]:
+        """Empties the first `num_gone` entries and returns the blocks that they held, in order."""
+        count = max(0, num_gone - self.num_gone)
+        assert count <= len(self.blocks), "a block is given up before it is allocated"
+        gone = self.blocks[:count]
+        del self.blocks[:count]
+        self.num_gone += count
+        return gone

@@ -1,4 +1,4 @@
-"""Which blocks already hold the K/V of which prefix.
+"""Which blocks already hold the K/V of which prefix, and the changes of that for listeners outside.
 
 The hash of a block includes the hash of the block before it. So it stands for the whole prefix up to the block's end,
 not for its 32 tokens alone: K/V depend on everything before them, so block Y of `A+Y` is not block Y of `B+Y`.
@@ -11,14 +11,13 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from mlx_server.batching.blocks.block import Block, BlockTable
-from mlx_server.batching.blocks.layer_groups import first_seen
-from mlx_server.batching.blocks.prefix_changes import BlockRemoved, BlocksStored, CacheCleared, PrefixListener
+from mlx_server.batching.blocks.block import Block
+from mlx_server.batching.blocks.layer_groups import BlockTable, first_seen
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import STATES
-from mlx_server.request import Request, images_within
+from mlx_server.request import PromptImage, Request, images_within
 
 DIGEST_BYTES = 16
 
@@ -126,6 +125,69 @@ class _Either(Container[bytes]):
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._here or (isinstance(block_hash, bytes) and self._is_stored(block_hash, self._group))
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks [first, first + len(block_hashes)) of a prefix are cached. `parent` is the hash of the block before them,
+    None for the first block. Layer group g has at least the blocks from index `missing[g]` of the prefix on.
+    `extra_keys`, `adapter` and `images` are those of the requests that may hit the prefix. With `is_hit`, a request has
+    hit the blocks and nothing has changed."""
+
+    first: int
+    parent: bytes | None
+    block_hashes: tuple[bytes, ...]
+    token_ids: Sequence[int]
+    missing: tuple[int, ...]
+    extra_keys: tuple[str, ...]
+    adapter: str | None
+    is_hit: bool = False
+    images: tuple[PromptImage, ...] = ()
+
+    @classmethod
+    def of(
+        cls, request: Request, first: int, end: int, missing: tuple[int, ...], *, is_hit: bool = False
+    ) -> BlocksStored:
+        """Blocks [first, end) of a request, whose hashes must be known."""
+        hashes = request.block_hashes
+        return cls(
+            first,
+            hashes[first - 1] if first else None,
+            tuple(hashes[first:end]),
+            request.token_ids(first * BLOCK_SIZE, end * BLOCK_SIZE),
+            missing,
+            request.extra_keys,
+            request.adapter,
+            is_hit,
+            request.images,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A layer group's block with this hash is no longer cached."""
+
+    block_hash: bytes
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """The recurrent state at the end of a block is now kept, or no longer kept."""
+
+    block_hash: bytes
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """Nothing is cached any more."""
+
+
+PrefixChange: TypeAlias = BlocksStored | BlockRemoved | StateChanged | CacheCleared
+PrefixListener: TypeAlias = Callable[[PrefixChange], None]
+"""Gets all changes of a prefix cache, on the scheduler's thread, once or a few times a step. It must be quick: it puts
+the change into a queue. A change holds all that it reports, so another thread can read it later."""
 
 
 class PrefixCache:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mlx_server.batching.blocks.prefix_changes import PrefixListener, StateChanged
+from mlx_server.batching.blocks.prefix_cache import PrefixListener, StateChanged
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 

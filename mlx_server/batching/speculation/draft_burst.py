@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_server.batching.speculation.drafting import RowCosts, StepRoom, expected_again, recent_tokens
+from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom, expected_again
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
@@ -173,3 +174,10 @@ class BurstSteps:
         self._first.sort(key=lambda chunk: chunk.num_tokens > 1)
         first = SchedulerOutput(-1, tuple(self._first), tuple(self.new_requests), dropped)
         return first, *[SchedulerOutput(-1, tuple(chunks)) for chunks in self.singles]
+
+
+def recent_tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """For penalties: the tokens from `start` to `end`, and before them as many as one step's drafts can have added."""
+    if not request.sampling.has_penalties or request.num_in_flight:
+        return ()
+    return tuple(request.token_ids(max(request.num_prompt_tokens, start - BLOCK_SIZE), end))

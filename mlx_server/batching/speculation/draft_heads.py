@@ -23,8 +23,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from mlx_server.batching.speculation.draft_burst import BurstSteps, Follower
+from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom
 from mlx_server.batching.speculation.draft_model import DraftModel
-from mlx_server.batching.speculation.drafting import RowCosts, StepRoom
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import HELD_STATES, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request

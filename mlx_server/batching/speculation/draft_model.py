@@ -17,15 +17,7 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import NO_BURST, Burst, BurstSteps, Follower
-from mlx_server.batching.speculation.drafting import (
-    Acceptances,
-    Drafter,
-    Drafts,
-    RowCosts,
-    Speculation,
-    StepRoom,
-    allowed_drafts,
-)
+from mlx_server.batching.speculation.draft_costs import Acceptances, RowCosts, StepRoom
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import ModelRunnerOutput, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
@@ -62,23 +54,15 @@ class DraftModel:
         self._dropped: list[str] = []
         self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._composed = _Composed()
-        self._acceptances = Acceptances()
+        self.acceptances = Acceptances()
         self._is_held = False
         self._has_failed = False
 
     def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
         """Seeds the costs with what a prompt's chunk from position 0 and one token took."""
-        self._budget.observe(StepShape(0, num_prompt_tokens, self._budget.cost(0, num_prompt_tokens)), prompt_s)
+        self._budget.observe(self._budget.alone(0, num_prompt_tokens), prompt_s)
         for _ in range(2):  # the first of a kind does not count
             self.costs.observe(1, decode_s)
-
-    def rate(self, request_id: str) -> float:
-        """How often drafts for this request are accepted."""
-        return self._acceptances.rate(request_id)
-
-    def on_result(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """The first `num_accepted` of `num_drafts` drafts were accepted."""
-        self._acceptances.add(request_id, num_drafts, num_accepted)
 
     def discard_drafts(self) -> None:
         """Forgets the drafts of the last burst."""
@@ -94,7 +78,7 @@ class DraftModel:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self.release(request)
-        self._acceptances.forget(request.request_id)
+        self.acceptances.forget(request.request_id)
 
     def release(self, request: Request) -> None:
         """The request waits again or has ended: its blocks are free. A burst that still computes it writes them before
@@ -112,7 +96,7 @@ class DraftModel:
         """The best burst for requests with room for drafts, even if the draft model has not computed their tokens
         yet."""
         able = [request for request, num_free in free.items() if num_free > 0 and self._can_follow(request)]
-        rates = {request.request_id: self.rate(request.request_id) for request in able}
+        rates = {request.request_id: self.acceptances.rate(request.request_id) for request in able}
         is_off = self._is_held or self._has_failed
         return NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
 
@@ -121,7 +105,7 @@ class DraftModel:
         model that seems too slow."""
         for request in free:
             if request.request_id not in burst.request_ids:
-                self._acceptances.decay(request.request_id)
+                self.acceptances.decay(request.request_id)
         if free and not burst.depth:
             self.costs.skip()
 
@@ -161,7 +145,7 @@ class DraftModel:
         near = {r: f for r, f in chosen.items() if self._num_behind(f) <= BLOCK_SIZE}
         burst = wanted
         if len(near) < len(chosen):
-            rates = {request.request_id: self.rate(request.request_id) for request in near}
+            rates = {request.request_id: self.acceptances.rate(request.request_id) for request in near}
             burst = draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
         steps = BurstSteps(set(chosen.values()))
         for request, follower in near.items():
@@ -215,8 +199,8 @@ class DraftModel:
     def _is_paid(self, follower: Follower, num_behind: int, saved_s: float) -> bool:
         """Whether drafts would by now have saved the time that computing the missing tokens takes."""
         shadow = follower.shadow
-        cost = self._budget.cost(shadow.num_tokens - num_behind, num_behind)
-        return shadow.num_output_tokens * saved_s >= self._budget.expected_s(StepShape(0, num_behind, cost))
+        missing = self._budget.alone(shadow.num_tokens - num_behind, num_behind)
+        return shadow.num_output_tokens * saved_s >= self._budget.expected_s(missing)
 
     def _others(self, kept: Container[Follower]) -> list[Follower]:
         """Requests that may lose their blocks, the latest first."""
@@ -240,8 +224,7 @@ class DraftModel:
         steps.block_ids[shadow.request_id] = block_ids
         if prefix is not None:
             shadow.num_computed_tokens = len(prefix) * BLOCK_SIZE
-            tokens = tuple(shadow.prompt_token_ids), tuple(shadow.output_token_ids)
-            steps.new_requests.append(NewRequestData(shadow.request_id, *tokens, shadow.sampling, shadow.eos_token_ids))
+            steps.new_requests.append(NewRequestData.of(shadow, None))
         return True
 
     def take(self, output: ModelRunnerOutput) -> None:
@@ -337,83 +320,3 @@ class DraftModel:
             num_computed = follower.shadow.num_computed_tokens
             assert num_computed <= follower.shadow.num_tokens, "more was computed than is known"
             assert not num_computed or self.blocks.holds(follower.shadow, num_computed), "K/V without blocks"
-
-
-class NoLookup(Drafter):
-    """Finds nothing, for `--speculate model` and `mtp`."""
-
-    def propose(self, request: Request, most: int) -> tuple[int, ...]:
-        return ()
-
-    def forget(self, request: Request) -> None:
-        return
-
-
-class ModelSpeculation(Speculation):
-    """Drafts by a model where a lookup finds nothing that is worth its rows."""
-
-    has_model = True
-
-    def __init__(
-        self, drafter: Drafter, max_draft_tokens: int, model: DraftModel, num_spares: int | None = None
-    ) -> None:
-        super().__init__(drafter, max_draft_tokens, num_spares)
-        self.model = model
-        model.wake = lambda: self.wake()
-        self._by_model: set[str] = set()
-
-    @property
-    def changes_pool(self) -> bool:  # type: ignore[override]
-        return self.model.blocks.is_changed
-
-    def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
-        self.model.discard_drafts()
-        looked_up = self.plan(free, room).depths
-        others = {request: num_free for request, num_free in free.items() if request.request_id not in looked_up}
-        return self.model.compose(others, self.max_draft_tokens, room, self.costs, self.wait_s)
-
-    def give_way(self) -> None:
-        self.model.give_way()
-
-    def take_burst(self, output: ModelRunnerOutput) -> None:
-        self.model.take(output)
-        self.counters.num_draft_errors += output.draft_error is not None
-
-    def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
-        if super().would_draft(free, room):
-            return True
-        return self.model.would_draft(free, self.max_draft_tokens, room, self.costs, self.wait_s)
-
-    def on_chunk(self, chunk: ScheduledChunk) -> None:
-        self.model.on_chunk(chunk)
-
-    def release(self, request: Request) -> None:
-        self.model.release(request)
-
-    def forget(self, request: Request) -> None:
-        super().forget(request)
-        self.model.forget(request)
-        self._by_model.discard(request.request_id)
-
-    def check_integrity(self) -> None:
-        self.model.check_integrity()
-
-    def _rate(self, request_id: str) -> float:
-        return self.model.rate(request_id) if request_id in self._by_model else super()._rate(request_id)
-
-    def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
-        drafted = {request: token_ids for request in free if (token_ids := self.model.drafts(request))}
-        found = super()._find({r: num_free for r, num_free in free.items() if r not in drafted}, room)
-        self._by_model -= {request.request_id for request in free}
-        for request, token_ids in drafted.items():
-            drafts = allowed_drafts(token_ids[: free[request]], request.constraint)
-            if drafts.token_ids:
-                found[request.request_id] = drafts
-                self._by_model.add(request.request_id)
-        return found
-
-    def _learn(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        if request_id in self._by_model:
-            self.model.on_result(request_id, num_drafts, num_accepted)
-        else:
-            super()._learn(request_id, num_drafts, num_accepted)

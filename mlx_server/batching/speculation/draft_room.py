@@ -8,14 +8,9 @@ from dataclasses import dataclass
 
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS, SchedulerLimits
 from mlx_server.batching.policy import Policy
-from mlx_server.batching.request_table import RequestTable, Step
-from mlx_server.batching.speculation.drafting import (
-    MIN_GAIN,
-    MIN_GAIN_BESIDE_PROMPTS,
-    Drafts,
-    Speculation,
-    StepRoom,
-)
+from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
+from mlx_server.batching.speculation.draft_costs import MIN_GAIN, MIN_GAIN_BESIDE_PROMPTS, StepRoom
+from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.request import Request
@@ -29,11 +24,6 @@ class DraftRoom:
     _table: RequestTable
     _limits: SchedulerLimits
     _policy: Policy
-
-    @classmethod
-    def of(cls, table: RequestTable, limits: SchedulerLimits, policy: Policy) -> DraftRoom | None:
-        """None if the scheduler does not draft."""
-        return None if table.speculation is None else cls(table.speculation, table, limits, policy)
 
     def choose(self) -> dict[str, Drafts]:
         """The drafts that the step carries. They only use free blocks: no request is preempted for a draft."""
@@ -73,9 +63,9 @@ class DraftRoom:
         only requests with new drafts are undecided."""
         self._table.undecided.difference_update(step.requests)
         self._table.undecided.update(step.drafts)
-        if self._speculation.has_model:
+        if (model := self._speculation.model) is not None:
             for chunk in step.chunks:
-                self._speculation.on_chunk(chunk)
+                model.on_chunk(chunk)
 
     def waits(self) -> bool:
         """Whether the next step should not be composed before the result of the running one is known: if the running
@@ -91,7 +81,7 @@ class DraftRoom:
         """Whether the next step would carry drafts if the tokens in flight were known. With many requests it nearly
         always would not, and `may_gain` says so without a look at each of them."""
         speculation, running = self._speculation, self._table.running
-        if not (speculation.has_model or speculation.may_gain(len(running), self._step_room(has_prompts=False))):
+        if speculation.model is None and not speculation.may_gain(len(running), self._step_room(has_prompts=False)):
             speculation.skip()
             return False
         in_flight = [r for r in running if _drafts(r) and r.num_in_flight and needs_no_result(r)]
@@ -141,14 +131,6 @@ class DraftRoom:
             num_left, most = request.max_total_tokens - num_tokens - 1, most_tokens - max(1, num_tokens - num_computed)
             rooms[request] = min(num_left, in_blocks, most)
         return rooms
-
-
-def needs_no_result(request: Request) -> bool:
-    """Whether a request's next token can be computed while its last one is in flight. False if the output may have no
-    more tokens, and with a grammar, whose next mask depends on the one in flight."""
-    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
-    is_last = num_tokens >= request.max_total_tokens
-    return not is_last and request.constraint is None
 
 
 def _drafts(request: Request) -> bool:

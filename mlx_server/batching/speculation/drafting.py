@@ -1,4 +1,4 @@
-"""Drafts of the next tokens, several of which the model checks in one step; and how many of them a step should carry.
+"""Drafts of the next tokens, several of which the model checks in one step: which of them a step carries.
 
 At each drafted position, the model's own token is sampled with that position's noise; a draft is accepted if it equals
 that token. So at any temperature, drafts only change how long an output takes, never its tokens.
@@ -6,18 +6,18 @@ that token. So at any temperature, drafts only change how long an output takes, 
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
+from mlx_server.batching.speculation.draft_costs import RETRY, Acceptances, RowCosts, StepRoom, choose_depths
+from mlx_server.batching.speculation.draft_model import DraftModel
+from mlx_server.outputs import EngineCounters, ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import Request, TokenConstraint
+
+_WAIT_GAIN = 0.2
+
+_FEW = 3
+"""For so few requests, lookups take no longer than `choose_depths`."""
 
 
 class Drafter(Protocol):
@@ -61,295 +61,36 @@ def allowed_drafts(token_ids: Sequence[int], constraint: TokenConstraint | None)
     return Drafts(tuple(token_ids[: len(bitmasks)]), tuple(bitmasks))
 
 
-def recent_tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
-    """For penalties: the tokens from `start` to `end`, and before them as many as one step's drafts can have added."""
-    if not request.sampling.has_penalties or request.num_in_flight:
-        return ()
-    return tuple(request.token_ids(max(request.num_prompt_tokens, start - BLOCK_SIZE), end))
-
-
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Steps are timed by their number of rows, in these buckets: kernels change at some of these numbers."""
-
-_SLOWER_GAIN = 0.1
-_FASTER_GAIN = 0.5
-_MAX_RATIO = 2.0
-_FRESH_STEPS = 100
-_MAX_FRESH_STEPS = 400
-_FORGIVING = 0.99
-"""A time that was measured more than 100 steps ago shrinks by this factor in each step of other rows: to half in 70
-steps. If a new try is about as slow as the known time, that stays fresh for twice as many steps, up to 400."""
-
-_AS_SLOW = 0.9
-
-
-class RowCosts:
-    """How long a decode step takes by its number of rows, learnt from steps without prompts.
-
-    Other work on the machine can only make a step longer. So a faster step changes the known time more than a slower
-    one. A time that has not been measured for long shrinks until its number of rows is tried again, so one slow second
-    has no lasting effect. The first step of a bucket is not counted, because it may compile.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._measured_at: dict[int, int] = {}
-        self._fresh_for: dict[int, int] = {}
-        self._num_steps = 0
-        self._known: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None  # for `curve`
-
-    def observe(self, num_rows: int, step_time_s: float) -> None:
-        if step_time_s <= 0.0:
-            return
-        self._num_steps += 1
-        self._known = None
-        bucket = _ROWS[min(bisect_left(_ROWS, num_rows), len(_ROWS) - 1)]
-        is_first, is_stale = bucket not in self._measured_at, self._stale_for(bucket) > 0
-        self._measured_at[bucket] = self._num_steps
-        if num_rows < bucket:  # `curve` interpolates from the bucket below, so that must not get stale
-            below = max((rows for rows in self._seconds if rows < num_rows), default=bucket)
-            self._measured_at[below] = self._num_steps
-        if is_first:
-            return
-        known_s = self._seconds.get(bucket, step_time_s)
-        if step_time_s < _AS_SLOW * known_s:
-            self._fresh_for.pop(bucket, None)
-        elif is_stale:
-            self._fresh_for[bucket] = min(2 * self._fresh_for.get(bucket, _FRESH_STEPS), _MAX_FRESH_STEPS)
-        gain = _FASTER_GAIN if step_time_s < known_s else _SLOWER_GAIN
-        self._seconds[bucket] = known_s + gain * (min(step_time_s, _MAX_RATIO * known_s) - known_s)
-
-    def _stale_for(self, bucket: int) -> int:
-        """For how many steps the known time of a bucket has been shrinking."""
-        measured_at = self._measured_at.get(bucket, self._num_steps)
-        return max(0, self._num_steps - measured_at - self._fresh_for.get(bucket, _FRESH_STEPS))
-
-    def skip(self) -> None:
-        """Call when drafts were left out because of these times: counts as a step, so that the times get stale."""
-        self._num_steps += 1
-        self._known = None
-
-    @property
-    def max_rows(self) -> int:
-        """The largest number of rows that was measured; 0 if none."""
-        return max(self._seconds, default=0)
-
-    def seconds(self, num_rows: int) -> float:
-        return self.curve(num_rows, num_rows)[0]
-
-    def curve(self, first: int, last: int) -> list[float]:
-        """The seconds of a step for each number of rows from `first` to `last`; 0 while nothing is known. Linear
-        between measured numbers; constant beyond them, so that more rows are tried once; never less than for fewer
-        rows."""
-        if not self._seconds:
-            return [0.0] * (last - first + 1)
-        if self._known is None:
-            known = sorted(self._seconds)
-            costs = [self._seconds[rows] * _FORGIVING ** self._stale_for(rows) for rows in known]
-            self._known = np.array(known, dtype=np.float64), np.maximum.accumulate(costs)
-        seconds: list[float] = np.interp(np.arange(first, last + 1), *self._known).tolist()
-        return seconds
-
-
-_FORGETTING = 0.9
-_RETRY = 0.995
-"""In each step without drafts, the evidence against drafts shrinks by this factor: to a third in 200 steps."""
-
-_FIRST_GUESS = 0.6
-_WEIGHT_OF_GUESS = 2.0
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """How often a request's drafts are accepted: decayed counts of the compared and of the agreeing positions."""
-
-    num_agreed: float = 0.0
-    num_compared: float = 0.0
-
-    def rate(self, guess: float) -> float:
-        """The expected acceptance rate. `guess` has the weight of two comparisons."""
-        return (self.num_agreed + _WEIGHT_OF_GUESS * guess) / (self.num_compared + _WEIGHT_OF_GUESS)
-
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a result. Of 7 drafts with 3 accepted, four were compared; those after the wrong one say nothing."""
-        self.num_agreed = _FORGETTING * self.num_agreed + num_accepted
-        self.num_compared = _FORGETTING * self.num_compared + num_accepted + (num_accepted < num_drafts)
-
-    def decay(self) -> None:
-        """Counts a step without drafts. After some hundreds of them, a request that stopped drafting tries again."""
-        self.num_agreed *= _RETRY
-        self.num_compared *= _RETRY
-
-
-class Acceptances:
-    """How often drafts of one kind are accepted, by request. With few results it is taken from all recent requests."""
-
-    def __init__(self) -> None:
-        self._of_all = Acceptance()
-        self._by_request: dict[str, Acceptance] = {}
-
-    def rate(self, request_id: str) -> float:
-        guess, own = self._of_all.rate(_FIRST_GUESS), self._by_request.get(request_id)
-        return guess if own is None else own.rate(guess)
-
-    def add(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Counts a result: the first `num_accepted` of `num_drafts` drafts were accepted."""
-        self._by_request.setdefault(request_id, Acceptance()).add(num_drafts, num_accepted)
-        self._of_all.add(num_drafts, num_accepted)
-
-    def decay(self, request_id: str) -> None:
-        """Call when a step has no drafts for the request."""
-        own = self._by_request.get(request_id)
-        if own is not None:
-            own.decay()
-
-    def decay_all(self) -> None:
-        """Call when a step has no drafts for any request."""
-        self._of_all.decay()
-        for own in self._by_request.values():
-            own.decay()
-
-    @property
-    def best_rate(self) -> float:
-        guess = self._of_all.rate(_FIRST_GUESS)
-        return max([guess, *[own.rate(guess) for own in self._by_request.values()]])
-
-    def forget(self, request_id: str) -> None:
-        self._by_request.pop(request_id, None)
-
-
-MIN_GAIN = 1.05
-MIN_GAIN_BESIDE_PROMPTS = 1.5
-"""Beside prompts, the time of drafts leads to more and shorter prompt chunks, each of which reads all weights."""
-
-_WAIT_GAIN = 0.2
-
-
-class StepRoom(NamedTuple):
-    """The rows of a step. Without drafts it has `num_rows`, one for each running request. Drafts may add up to `most`,
-    if decoding then takes at most `limit_s` and gives `min_gain` times as many tokens a second.
-
-    The time of prompts in the step does not count, and a request that computes its prompt counts as if it decoded, as
-    it soon will. The time that drafts take is lost to prompts, so drafts pay off only if their tokens would take longer
-    later. Counting drafts as cheap because such a step is long anyway made four streams beside prompts of 1,500 tokens
-    up to a fifth slower in all (in the simulator, with costly rows).
-
-    `num_known` is for models with recurrent state, which cannot be cut back: each drafting request's known tokens
-    before its drafts. If a draft is wrong, all tokens of the chunk before it are computed again with the next ones.
-    """
-
-    num_rows: int
-    most: int = 256
-    limit_s: float = math.inf
-    min_gain: float = MIN_GAIN
-    num_known: Mapping[str, int] | None = None
-
-    @property
-    def num_known_rows(self) -> int:
-        """The number of rows of known tokens: those of a step without drafts."""
-        return self.num_rows + sum([count - 1 for count in (self.num_known or {}).values()])
-
-
-def choose_depths(
-    proposed: Mapping[str, int], rates: Mapping[str, float], room: StepRoom, costs: RowCosts, wait_s: float = 0.0
-) -> dict[str, int]:
-    """How many of its `proposed` drafts each request should carry, so that the step gives the most tokens a second.
-
-    A step gives each of its requests a token. If a request's acceptance rate is a, its j-th draft adds a^j tokens and
-    one row. Rows are added in the order of the tokens that they add. The prefix of that order with the most tokens a
-    second is taken, if it is 5 % better than no drafts (or by the factor that `room` asks for). At most twice as many
-    rows as were ever measured are tried, because their cost is not known. `wait_s` is how long the device waits for the
-    host after a step with drafts.
-
-        one stream, a = 0.8, steps of 10, 11, 12, 13 and 20 ms for 1, 2, 3, 4 and 8 rows (so 14.75 ms for 5)
-        drafts                0      1      2      3      4      7
-        tokens                1      1.8    2.44   2.95   3.36   4.16
-        tokens a second       100    164    203    227    228    208     so it carries 4
-
-    With recurrent state, the rows that are expected to be computed again because of a wrong draft cost as much as rows
-    of drafts. The j-th draft is the first wrong one in a^(j-1) (1 - a) of all steps; then the known tokens and the
-    accepted drafts before it are computed again. The same stream, with one known token:
-        rows again            0      0.2    0.52   0.9    1.31   2.48
-        tokens a second       100    161    195    212    206    177     so it carries 3
-    """
-    known, num_rows = room.num_known, room.num_known_rows
-    gains = [
-        (rates[name] ** place, name, 0.0 if known is None else expected_again(rates[name], place, known.get(name, 1)))
-        for name, count in proposed.items()
-        for place in range(1, count + 1)
-    ]
-    gains.sort(key=lambda gain: -gain[0])
-    del gains[max(0, min(room.most, 2 * max(costs.max_rows, num_rows) - num_rows)) :]
-    if not gains:
-        return {}
-    plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
-    if plain_s <= 0.0:
-        return {}
-    tokens, best, best_count = float(room.num_rows), room.min_gain * room.num_rows / plain_s, 0
-    num_again = 0.0
-    for count, ((gain, _, again), decode_s) in enumerate(zip(gains, drafted_s), start=1):
-        if decode_s > max(room.limit_s, plain_s):
-            break
-        tokens += gain
-        num_again += again
-        again_s = num_again * (decode_s - plain_s) / count
-        speed = tokens / (decode_s + again_s + wait_s)
-        if speed > best:
-            best, best_count = speed, count
-    depths: dict[str, int] = {}
-    for _, request_id, _ in gains[:best_count]:
-        depths[request_id] = depths.get(request_id, 0) + 1
-    return depths
-
-
-def expected_again(rate: float, place: int, num_known: int) -> float:
-    """The expected number of rows that are computed again because the draft at `place` is the first wrong one."""
-    return rate ** (place - 1) * (1.0 - rate) * (num_known + place - 1)
-
-
-@dataclass(slots=True)
-class SpeculationCounters:
-    """Totals since start. `num_accepted_by_place[j]` counts accepted drafts at place j of their chunk. After an error
-    (`num_draft_errors`), a draft model is not used any more."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_by_place: dict[int, int] = field(default_factory=dict)
-    num_draft_errors: int = 0
-
-
-_FEW = 3
-"""For so few requests, lookups take no longer than `choose_depths`."""
-
-
-class DraftPlan(NamedTuple):
-    """By request: the drafts that were found, and how many of them a step should carry."""
-
-    found: dict[str, Drafts]
-    depths: dict[str, int]
-
-
-NO_PLAN = DraftPlan({}, {})
-
-
 class Speculation:
-    """Decides which drafts a step carries, and learns from their results. Event-loop thread only."""
+    """Decides which drafts a step carries, and learns from their results. Event-loop thread only.
 
-    has_model = False
-    changes_pool = False  # whether a change of a draft model's pool is due
-    wake: Callable[[], None] = staticmethod(lambda: None)  # called when one is due although nothing runs
+    The `drafter` is asked first. The draft `model` drafts for requests for which the drafter finds nothing that is
+    worth its rows. There is at least one of the two.
+    """
 
-    def __init__(self, drafter: Drafter, max_draft_tokens: int, num_spares: int | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        max_draft_tokens: int,
+        num_spares: int | None = None,
+        model: DraftModel | None = None,
+    ) -> None:
         """`num_spares` is for models with recurrent state: how many requests may have a second state, after their
         drafts. None for other models."""
         self.num_spares = num_spares
+        self.model = model
         self.costs = RowCosts()
-        self.counters = SpeculationCounters(num_accepted_by_place=dict.fromkeys(range(max_draft_tokens), 0))
+        self.counters = EngineCounters(num_accepted_by_place=dict.fromkeys(range(max_draft_tokens), 0))
         self._drafter = drafter
         self.max_draft_tokens = max_draft_tokens
         self.wait_s = 0.0
         self._acceptances = Acceptances()
+        self._by_model: set[str] = set()  # requests whose last drafts are the model's
+
+    @property
+    def changes_pool(self) -> bool:
+        """Whether a change of a draft model's pool is due."""
+        return self.model is not None and self.model.blocks.is_changed
 
     def observe(self, num_rows: int, step_time_s: float, idle_time_s: float, *, is_drafted: bool) -> None:
         """Learns from a step without prompts; the device was idle for `idle_time_s` before it."""
@@ -357,12 +98,12 @@ class Speculation:
         if is_drafted:
             self.wait_s += _WAIT_GAIN * (min(idle_time_s, step_time_s) - self.wait_s)
         else:
-            self.wait_s *= _RETRY
+            self.wait_s *= RETRY
 
     def choose(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
         """The drafts of a step. `free` is how many each request has room for; grammars may allow fewer. The
         acceptance rate of requests whose drafts are not worth their rows decays, so that they are tried again later."""
-        found, depths = self.plan(free, room)
+        found, depths = self._plan(free, room)
         if not depths:
             self.skip()
             return {}
@@ -373,14 +114,15 @@ class Speculation:
             for request_id, depth in depths.items()
         }
 
-    def plan(self, free: Mapping[Request, int], room: StepRoom) -> DraftPlan:
-        """What `choose` would choose, without an effect on later choices."""
-        found = self._find(free, room)
+    def _plan(self, free: Mapping[Request, int], room: StepRoom) -> tuple[dict[str, Drafts], dict[str, int]]:
+        """What `choose` would choose, without an effect on later choices. By request: the drafts that were found, and
+        how many of them the step should carry."""
+        found = self._look_up(free, room) if self.model is None else self._find(self.model, free, room)
         if not found:
-            return NO_PLAN
+            return found, {}
         proposed = {request_id: len(drafts.token_ids) for request_id, drafts in found.items()}
-        rates = {request_id: self._rate(request_id) for request_id in found}
-        return DraftPlan(found, choose_depths(proposed, rates, room, self.costs, self.wait_s))
+        rates = {request_id: self._results_of(request_id).rate(request_id) for request_id in found}
+        return found, choose_depths(proposed, rates, room, self.costs, self.wait_s)
 
     def may_gain(self, num_requests: int, room: StepRoom) -> bool:
         """Whether it is worth looking for drafts for this many requests. For a few it always is; for more, only if
@@ -396,25 +138,14 @@ class Speculation:
 
     def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
         """Whether the next step would carry drafts if it waited until the tokens of these requests are known."""
-        return bool(self.choose(free, room))
-
-    def _rate(self, request_id: str) -> float:
-        return self._acceptances.rate(request_id)
-
-    def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
-        found: dict[str, Drafts] = {}
-        if not self.may_gain(len(free), room):
-            return found
-        for request, num_free in free.items():
-            token_ids = self._drafter.propose(request, min(num_free, self.max_draft_tokens)) if num_free > 0 else ()
-            drafts = allowed_drafts(token_ids, request.constraint) if token_ids else NO_DRAFTS
-            if drafts.token_ids:
-                found[request.request_id] = drafts
-        return found
+        if self.choose(free, room):
+            return True
+        model = self.model
+        return model is not None and model.would_draft(free, self.max_draft_tokens, room, self.costs, self.wait_s)
 
     def on_result(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         """Takes a result: the first `num_accepted` of `num_drafts` drafts were accepted."""
-        self._learn(request_id, num_drafts, num_accepted)
+        self._results_of(request_id).add(request_id, num_drafts, num_accepted)
         counters = self.counters
         counters.num_drafts += 1
         counters.num_draft_tokens += num_drafts
@@ -422,29 +153,60 @@ class Speculation:
         for place in range(num_accepted):
             counters.num_accepted_by_place[place] += 1
 
-    def _learn(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        self._acceptances.add(request_id, num_drafts, num_accepted)
-
     def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
-        """The steps that a draft model runs before the next step is composed; () if there are none."""
-        return ()
-
-    def give_way(self) -> None:
-        """Makes a draft model give some of its memory back, because the model has none for its next blocks."""
+        """The steps that the draft model runs before the next step is composed; () if there are none."""
+        if self.model is None:
+            return ()
+        self.model.discard_drafts()
+        _, looked_up = self._plan(free, room)
+        others = {request: num_free for request, num_free in free.items() if request.request_id not in looked_up}
+        return self.model.compose(others, self.max_draft_tokens, room, self.costs, self.wait_s)
 
     def take_burst(self, output: ModelRunnerOutput) -> None:
         """Takes the result of the steps from `compose_burst`."""
-
-    def on_chunk(self, chunk: ScheduledChunk) -> None:
-        """Call for each chunk that a step computes."""
-
-    def check_integrity(self) -> None:
-        """Asserts the invariants of a draft model's blocks."""
+        assert self.model is not None, "a burst is a draft model's"
+        self.model.take(output)
+        self.counters.num_draft_errors += output.draft_error is not None
 
     def release(self, request: Request) -> None:
         """Call when the request was preempted."""
+        if self.model is not None:
+            self.model.release(request)
 
     def forget(self, request: Request) -> None:
         """Call when the request has ended."""
         self._acceptances.forget(request.request_id)
-        self._drafter.forget(request)
+        if self._drafter is not None:
+            self._drafter.forget(request)
+        if self.model is not None:
+            self.model.forget(request)
+            self._by_model.discard(request.request_id)
+
+    def _results_of(self, request_id: str) -> Acceptances:
+        """The results of the drafts that a request has now: a lookup's or the model's."""
+        if self.model is not None and request_id in self._by_model:
+            return self.model.acceptances
+        return self._acceptances
+
+    def _find(self, model: DraftModel, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
+        """The drafts of the model's last burst, and lookups for the other requests."""
+        by_model = {request: token_ids for request in free if (token_ids := model.drafts(request))}
+        found = self._look_up({r: num_free for r, num_free in free.items() if r not in by_model}, room)
+        self._by_model -= {request.request_id for request in free}
+        for request, token_ids in by_model.items():
+            drafts = allowed_drafts(token_ids[: free[request]], request.constraint)
+            if drafts.token_ids:
+                found[request.request_id] = drafts
+                self._by_model.add(request.request_id)
+        return found
+
+    def _look_up(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
+        found: dict[str, Drafts] = {}
+        if self._drafter is None or not self.may_gain(len(free), room):
+            return found
+        for request, num_free in free.items():
+            token_ids = self._drafter.propose(request, min(num_free, self.max_draft_tokens)) if num_free > 0 else ()
+            drafts = allowed_drafts(token_ids, request.constraint) if token_ids else NO_DRAFTS
+            if drafts.token_ids:
+                found[request.request_id] = drafts
+        return found

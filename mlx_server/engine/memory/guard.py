@@ -7,12 +7,12 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.request_table import Rank
 from mlx_server.engine.memory.budget import MemoryShare
+from mlx_server.outputs import EngineCounters
 from mlx_server.runtime.memory import MIN_BLOCKS, MemoryReading
 
 logger = logging.getLogger(__name__)
@@ -107,15 +107,6 @@ class PressureLevel(enum.IntEnum):
         return max(kept)
 
 
-@dataclass(slots=True)
-class GuardCounters:
-    """Totals since the start, explained at `EngineStats`."""
-
-    num_pressure_cuts: int = 0
-    num_pressure_holds: int = 0
-    num_pressure_preemptions: int = 0
-
-
 class PoolPolicy(Protocol):
     """The owner of a pool of blocks. See the docstrings of `ContinuousBatchingScheduler`."""
 
@@ -136,7 +127,7 @@ class MemoryGuard:
 
     def __init__(self, scheduler: PoolPolicy, kv_memory: KvMemory) -> None:
         self.level = PressureLevel.NONE
-        self.counters = GuardCounters()
+        self.counters = EngineCounters()
         self._scheduler = scheduler
         self._kv_memory = kv_memory
         self._num_cut = 0

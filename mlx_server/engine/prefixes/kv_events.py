@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
-from mlx_server.batching.blocks.prefix_changes import CacheCleared, PrefixChange
+from mlx_server.batching.blocks.prefix_cache import CacheCleared, PrefixChange
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.prefixes.mirror import Announcement, MirroredBlock, PrefixMirror
 from mlx_server.environment import install_command

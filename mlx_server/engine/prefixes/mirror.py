@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mlx_server.batching.blocks.prefix_changes import (
+from mlx_server.batching.blocks.prefix_cache import (
     BlockRemoved,
     BlocksStored,
     CacheCleared,

@@ -46,7 +46,7 @@ from mlx_server.setting import parse_size
 
 def summarize(metrics: SimulationMetrics) -> str:
     """The totals of one replay."""
-    counters, drafts = metrics.counters, metrics.drafts
+    counters = metrics.counters
     lines = [
         f"{metrics.num_finished:,} requests finished and {metrics.num_refused:,} were refused in "
         f"{metrics.elapsed_s:,.0f} simulated seconds ({metrics.host_s:.1f} s here); "
@@ -58,9 +58,9 @@ def summarize(metrics: SimulationMetrics) -> str:
         f"{counters.num_prompt_tokens:,} prompt tokens computed; {counters.num_preemptions:,} preemptions, "
         f"{metrics.num_evictions:,} evictions.",
     ]
-    if drafts.num_drafts:
-        share = _share(drafts.num_accepted_tokens, drafts.num_draft_tokens)
-        lines.append(f"{drafts.num_draft_tokens:,} tokens drafted in {drafts.num_drafts:,} chunks, {share} accepted.")
+    if counters.num_drafts:
+        num_drafted, share = counters.num_draft_tokens, _share(counters.num_accepted_tokens, counters.num_draft_tokens)
+        lines.append(f"{num_drafted:,} tokens drafted in {counters.num_drafts:,} chunks, {share} accepted.")
     return "\n".join(lines)
 
 
@@ -118,7 +118,6 @@ def as_document(found: Mapping[str, SimulationMetrics]) -> list[dict[str, Any]]:
             "scheduler": name,
             **document_of(metrics, *_COUNTS, *_TIMES),
             "counters": asdict(metrics.counters),
-            "drafts": asdict(metrics.drafts),
             "tiers": {tier.name.lower(): _tier_document(one) for tier, one in metrics.tiers.items()},
         }
         for name, metrics in found.items()

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
-from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
+from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.batching.speculation.drafting import Speculation, SpeculationCounters
+from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
 from mlx_server.bench.lab.simulator.traces import MAX_DRAFT_TOKENS, TOKEN, DraftMix, MadeUpDrafts, TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import (
     BlockCopies,
+    EngineCounters,
     ModelRunnerOutput,
     RequestOutput,
     SampledToken,
@@ -47,14 +48,13 @@ class SimulationMetrics:
     the number of integrity checks of the scheduler."""
 
     tiers: dict[Priority, TierMetrics] = field(default_factory=lambda: {tier: TierMetrics() for tier in Priority})
-    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    counters: EngineCounters = field(default_factory=EngineCounters)
     elapsed_s: float = 0.0
     busy_s: float = 0.0
     host_s: float = 0.0
     num_checks: int = 0
     num_evictions: int = 0
     num_most_waiting: int = 0
-    drafts: SpeculationCounters = field(default_factory=SpeculationCounters)
 
     @property
     def num_finished(self) -> int:
@@ -171,7 +171,6 @@ class Simulation:
         prompt_s, decode_s = cost.seconds_alone(_NUM_LEARNT, 1), cost.seconds_alone(1, 2) - cost.seconds_alone(1, 1)
         self.scheduler.learn(_NUM_LEARNT, prompt_s, decode_s)
         self.metrics = SimulationMetrics(counters=self.scheduler.counters)
-        self.metrics.drafts = self.metrics.drafts if speculation is None else speculation.counters
         self._cost = cost
         self._depth = 2 if is_async else 1
         self._check_every = check_every
@@ -200,7 +199,7 @@ class Simulation:
         self._check_end()
         self.metrics.elapsed_s = self._now
         self.metrics.host_s = time.perf_counter() - start_s
-        self.metrics.num_evictions = self.scheduler.blocks.num_evictions
+        self.metrics.num_evictions = self.scheduler.blocks.counters.num_block_evictions
         return self.metrics
 
     def _advance(self, until_s: float) -> None:
