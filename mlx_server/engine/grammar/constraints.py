@@ -106,7 +106,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
         notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
-        return CompiledGrammar(matcher, self._vocabulary, self.vocab_size, tuple(notes))
+        return CompiledGrammar(GrammarConstraint(matcher, self._vocabulary, self.vocab_size), tuple(notes))
 
     def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
         """Sets `fault` and returns None if that is impossible."""
@@ -146,16 +146,14 @@ def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A compiled grammar. `start` returns a new cursor for each output; any thread. `notes` name the keywords of the
-    schema that the grammar does not enforce."""
+    """A compiled grammar. `start` returns a new cursor for each output, a copy of the one at its `beginning`; any
+    thread. `notes` name the keywords of the schema that the grammar does not enforce."""
 
-    matcher: Any
-    vocabulary: Any
-    vocab_size: int
-    notes: tuple[str, ...] = ()
+    beginning: GrammarConstraint
+    notes: tuple[str, ...]
 
     def start(self) -> GrammarConstraint:
-        return GrammarConstraint(self.matcher.deep_copy(), self.vocabulary, self.vocab_size)
+        return self.beginning.fork()
 
 
 class GrammarConstraint:
