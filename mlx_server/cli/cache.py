@@ -20,8 +20,7 @@ from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
 from mlx_server.config import Config
 from mlx_server.engine.prefixes.model_on_disk import disk_folder
 from mlx_server.errors import ServeError
-from mlx_server.kv_disk.budget import WriteBudget
-from mlx_server.kv_disk.disk import LOCK
+from mlx_server.kv_disk.disk import LOCK, WriteBudget
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import SUFFIX, RecordHeader, Space
 from mlx_server.kv_disk.store import RecordStore

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import Tokenizer, check_ids
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ModelLoadError, did_you_mean
 from mlx_server.request import PoolingParams, Vector
 from mlx_server.runtime.pooling import PoolingSpec
@@ -72,11 +72,7 @@ class InputReader:
 
     def of_ids(self, token_ids: Sequence[int], truncation: InputTruncation, what: str) -> list[int]:
         """Checks and cuts a client's token ids. Raises `InvalidRequestError`."""
-        for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
-            if not 0 <= extreme < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{what} has the token id {extreme}; ids are 0 to {self._vocab_size - 1}.", what
-                )
+        check_ids(what, token_ids, self._vocab_size)
         keep = self._num_kept(truncation, 0)
         if keep is not None and len(token_ids) > keep:
             return list(token_ids[len(token_ids) - keep :] if truncation.side == "left" else token_ids[:keep])
@@ -240,23 +236,6 @@ class ScorePlan:
     scores: Callable[[Sequence[Vector]], list[float]]
 
 
-class Scorer(Protocol):
-    """Scores pairs of texts, the first of which is the query. Any thread."""
-
-    params: PoolingParams
-
-    def plan(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        names: tuple[str, str],
-        truncation: InputTruncation,
-        instruction: str | None = None,
-    ) -> ScorePlan:
-        """`names` are the fields of both texts, for error messages, which add the pair's index. Raises
-        `InvalidRequestError`."""
-        ...
-
-
 class YesNoScorer:
     """Asks a model whether a document fits a query, as Qwen3-Reranker was trained: the score is the probability of
     "yes" in the softmax of the logits of "yes" and "no"."""
@@ -336,6 +315,11 @@ class CosineScorer:
         vectors = [self._embedder.vector(result) for result in results]
         lengths = [float(np.linalg.norm(vector)) or 1.0 for vector in vectors]
         return [float(vectors[a] @ vectors[b]) / (lengths[a] * lengths[b]) for a, b in pairs]
+
+
+Scorer: TypeAlias = YesNoScorer | CosineScorer
+"""Scores pairs of texts, the first of which is the query. `plan` raises `InvalidRequestError`; its `names` are the
+fields of both texts, for error messages, which add the pair's index. Any thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,10 +181,10 @@ class AsyncEngine:
         self._parts.watch.join(*self._parts.guards)
         if self._around.events is not None:
             blocks = self._parts.scheduler.blocks
-            disk = None
+            is_on_disk = None
             if self._parts.disk is not None and blocks.grows_block_by_block:  # else a hit needs more than one record
-                disk = self._parts.disk.records
-            self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, disk)
+                is_on_disk = self._parts.disk.disk.is_stored
+            self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, is_on_disk)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Stops accepting requests, gives open ones `drain_timeout_s` to finish, fails the rest, and unloads."""

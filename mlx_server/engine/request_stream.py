@@ -4,13 +4,13 @@ text and stop strings end the text."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.engine.grammar.constraints import GuardedConstraint
 from mlx_server.engine.text.detokenizer import IncrementalDetokenizer, StringScanner
-from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import Tokenizer, check_ids
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, RequestOutput, RequestTimings
@@ -299,9 +299,9 @@ def make_request(
         raise InvalidRequestError(
             f"allowed_token_ids has {len(allowed)} ids; the vocabulary has {vocab_size}.", "allowed_token_ids"
         )
-    _check_ids("prompt", prompt, vocab_size)
-    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
-    _check_ids("allowed_token_ids", allowed, vocab_size)
+    check_ids("prompt", prompt, vocab_size)
+    check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    check_ids("allowed_token_ids", allowed, vocab_size)
     if generation.images:
         _check_images(generation, model_name, no_vision, largest_chunk)
         _check_arrays(generation, count_placeholders)
@@ -390,11 +390,3 @@ def _guarded(generation: GenerationRequest, eos_token_ids: frozenset[int]) -> To
         return None
     end_ids = eos_token_ids.union(generation.sampling.stop_token_ids)
     return GuardedConstraint(generation.constraint, generation.request_id, end_ids)
-
-
-def _check_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Runs on the event loop's thread, once for each sample: `min` and `max` take a tenth of the time of a loop in
-    Python."""
-    for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
-        if not 0 <= extreme < vocab_size:
-            raise InvalidRequestError(f"{name} has the token id {extreme}; ids are 0 to {vocab_size - 1}.", name)

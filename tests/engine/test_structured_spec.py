@@ -17,7 +17,7 @@ CHOICES = ["a", "b"]
 @pytest.mark.parametrize(
     ("body", "kind", "source", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "json_object", '{"type":"object"}', "response_format"),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}', "response_format"),
         (
             {
                 "response_format": {
@@ -37,7 +37,7 @@ CHOICES = ["a", "b"]
         ({"structured_outputs": {"grammar": "root ::= x"}}, "gbnf", "root ::= x", "structured_outputs.grammar"),
         (
             {"structured_outputs": {"json_object": True, "regex": None}},
-            "json_object",
+            "json_schema",
             '{"type":"object"}',
             "structured_outputs.json_object",
         ),
@@ -49,7 +49,7 @@ CHOICES = ["a", "b"]
         ({"regex": "a"}, "regex", "a", "regex"),
         ({"ebnf": "root ::= x"}, "gbnf", "root ::= x", "ebnf"),
         ({"grammar": "root ::= x"}, "gbnf", "root ::= x", "grammar"),
-        ({"format": "json"}, "json_object", '{"type":"object"}', "format"),
+        ({"format": "json"}, "json_schema", '{"type":"object"}', "format"),
         ({"format": SCHEMA}, "json_schema", SCHEMA_TEXT, "format"),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},

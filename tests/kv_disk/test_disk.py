@@ -12,11 +12,9 @@ import time
 import pytest
 
 from mlx_server.kv_disk import disk as disks
-from mlx_server.kv_disk.budget import WriteBudget
-from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
+from mlx_server.kv_disk.disk import KvDisk, ModelRecords, WriteBudget, open_disk
 from mlx_server.kv_disk.files import Files
-from mlx_server.kv_disk.fingerprint import fingerprint
-from mlx_server.kv_disk.rounding import Rounding
+from mlx_server.kv_disk.slab import Rounding
 from tests.kv_disk.faults import FaultyFiles
 from tests.kv_disk.test_store import SPACE, content_of, digest_of
 
@@ -68,7 +66,7 @@ def test_what_waits_to_be_written_can_be_read_as_it_was_given(disk, monkeypatch)
     records = ModelRecords(disk, SPACE, rounding=Wiped("float32", SPACE.content_bytes))
     for number in (1, 2):
         records.write(digest_of(number), bytes(16), bytes(8), content_of(number))
-    assert (records.has(digest_of(2)), records.is_stored(digest_of(2))) == (True, False)
+    assert (records.has(digest_of(2)), disk.is_stored(digest_of(2))) == (True, False)
     done, found = threading.Event(), []
     records.notify = done.set
     records.read(digest_of(2), found.append)
@@ -77,7 +75,7 @@ def test_what_waits_to_be_written_can_be_read_as_it_was_given(disk, monkeypatch)
     assert disk.counters.num_bytes_read == 0
     may_write.set()
     assert disk.drain(10)
-    assert records.is_stored(digest_of(2))
+    assert disk.is_stored(digest_of(2))
     done.clear()
     records.read(digest_of(2), found.append)
     assert done.wait(10)
@@ -245,47 +243,3 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert open_disk(tmp_path / "file" / "kv", "1MB", DAY) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-# --- what a model is known by -----------------------------------------------------------------------------
-
-
-def test_a_fingerprint_is_that_of_the_contents_wherever_they_lie(tmp_path):
-    prints = set()
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(bytes(100_000))
-        (folder / "config.json").write_text("{}")
-        (folder / "README.md").write_text(name)
-        prints.add(fingerprint(folder, Files(tmp_path / "disk")))
-    assert len(prints) == 1
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.py"])
-def test_any_byte_of_weights_configuration_and_code_changes_it(tmp_path, name):
-    files = Files(tmp_path / "disk")
-    for made in ("model.safetensors", "config.json", "model.py"):
-        (tmp_path / made).write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, files)
-    assert fingerprint(tmp_path, files) == before
-    changed = bytearray(1000)
-    changed[617] = 1
-    (tmp_path / name).write_bytes(changed)
-    assert fingerprint(tmp_path, files) != before
-
-
-def test_a_full_disk_does_not_keep_a_fingerprint_from_being_known(tmp_path, monkeypatch):
-    files = FaultyFiles(tmp_path / "disk", random.Random(0))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, Files(tmp_path / "other"))
-    files.fails_in, files.fault = 0, OSError(errno.ENOSPC, "No space left on device")
-    assert fingerprint(tmp_path, files) == before
-
-
-def test_weights_are_read_once(tmp_path, monkeypatch):
-    files = Files(tmp_path / "disk")
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, files)
-    monkeypatch.setattr("mlx_server.kv_disk.fingerprint._content_digest", lambda path: pytest.fail("read again"))
-    assert fingerprint(tmp_path, files) == before

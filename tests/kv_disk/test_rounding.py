@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_server.kv_disk.rounding import Rounding
+from mlx_server.kv_disk.slab import Rounding
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -315,7 +315,7 @@ def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
 def _either(answer: StructuredSpec, calls: StructuredSpec, begin: str) -> StructuredSpec:
     """A grammar for `begin` and the answer, or for calls instead: with `response_format` a model may still call
     tools."""
-    if answer.kind not in (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT):
+    if answer.kind is not StructuredKind.JSON_SCHEMA:
         raise InvalidRequestError(
             f"{answer.param} and tools exclude each other unless it is JSON; set tool_choice to none or required.",
             answer.param,

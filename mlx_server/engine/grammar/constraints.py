@@ -10,9 +10,7 @@ import asyncio
 import json
 import logging
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +23,7 @@ from mlx_server.engine.fair_slots import ANYONE, FairSlots, Requester, Slot, in_
 from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, keep_bounds
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_options, structural_tag_grammar
+from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import InvalidRequestError, OverloadedError, UnsupportedError
 from mlx_server.request import TokenConstraint
@@ -33,9 +32,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_MAX_CACHED = 128
 _MAX_CACHED_CHARS = 256 * 1024
 """Limits the sources of all cached grammars together: long ones may take a hundred megabytes."""
+
+_LEAST_CHARS = _MAX_CACHED_CHARS // 128
+"""What a grammar counts at least."""
 
 _STACK_BYTES = 256 * 2**20
 """Three times what the deepest grammars of `MAX_SOURCE_CHARS` need; a stack overflow in native code ends the process.
@@ -71,29 +72,19 @@ class GrammarCompiler:
         self.fault: str | None = None
         self._tokenizer = tokenizer
         self._vocabulary = self._build_vocabulary()
-        self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
-        self._cache_lock = threading.Lock()
+        self._cache = Recent[StructuredSpec, CompiledGrammar](
+            _MAX_CACHED_CHARS, lambda spec, grammar: max(len(spec.source), _LEAST_CHARS)
+        )
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
         """Raises `InvalidRequestError` with the reason if the grammar is invalid, too long or too complex, and
         `UnsupportedError` if grammars do not work with the model's tokenizer."""
         check_length(spec.source, MAX_SOURCE_CHARS, spec.param)
-        with self._cache_lock:
-            known = self._cache.get(spec)
-            if known is not None:
-                self._cache.move_to_end(spec)
-                return known
-        grammar = self._compile(spec)
-        with self._cache_lock:
-            self._cache[spec] = grammar
-            self._forget_oldest()
+        grammar = self._cache.get(spec)
+        if grammar is None:
+            grammar = self._compile(spec)
+            self._cache.put(spec, grammar)
         return grammar
-
-    def _forget_oldest(self) -> None:
-        num_chars = sum(len(spec.source) for spec in self._cache)
-        while len(self._cache) > _MAX_CACHED or num_chars > _MAX_CACHED_CHARS:
-            spec, _ = self._cache.popitem(last=False)
-            num_chars -= len(spec.source)
 
     def _compile(self, spec: StructuredSpec) -> CompiledGrammar:
         if self._vocabulary is None:
@@ -115,7 +106,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
         notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
-        return CompiledGrammar(matcher, self._vocabulary, self.vocab_size, tuple(notes))
+        return CompiledGrammar(GrammarConstraint(matcher, self._vocabulary, self.vocab_size), tuple(notes))
 
     def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
         """Sets `fault` and returns None if that is impossible."""
@@ -135,19 +126,17 @@ class GrammarCompiler:
 def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
     """The grammar in llguidance's own form. Raises `ValueError`."""
     match spec.kind:
-        case StructuredKind.JSON_SCHEMA | StructuredKind.JSON_OBJECT:
+        case StructuredKind.JSON_SCHEMA:
             overrides = {"lenient": True, **json_options(spec.whitespace_pattern)}
             schema = json.dumps(keep_bounds(json.loads(spec.source)), ensure_ascii=False)
             return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
-        case StructuredKind.REGEX:
-            return str(llguidance.LLMatcher.grammar_from_regex(spec.source))
         case StructuredKind.CHOICE:
             writer = LarkWriter(tokenizer.added_tokens)
             return str(llguidance.LLMatcher.grammar_from_lark(writer.text(writer.one_of(json.loads(spec.source)))))
         case StructuredKind.STRUCTURAL_TAG:
             lark = structural_tag_grammar(json.loads(spec.source), tokenizer, json_options(spec.whitespace_pattern))
             return str(llguidance.LLMatcher.grammar_from_lark(lark))
-        case StructuredKind.LARK | StructuredKind.GBNF:
+        case StructuredKind.REGEX | StructuredKind.LARK | StructuredKind.GBNF:
             return str(llguidance.grammar_from(spec.kind.value, spec.source))
 
 
@@ -157,16 +146,14 @@ def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A compiled grammar. `start` returns a new cursor for each output; any thread. `notes` name the keywords of the
-    schema that the grammar does not enforce."""
+    """A compiled grammar. `start` returns a new cursor for each output, a copy of the one at its `beginning`; any
+    thread. `notes` name the keywords of the schema that the grammar does not enforce."""
 
-    matcher: Any
-    vocabulary: Any
-    vocab_size: int
-    notes: tuple[str, ...] = ()
+    beginning: GrammarConstraint
+    notes: tuple[str, ...]
 
     def start(self) -> GrammarConstraint:
-        return GrammarConstraint(self.matcher.deep_copy(), self.vocabulary, self.vocab_size)
+        return self.beginning.fork()
 
 
 class GrammarConstraint:

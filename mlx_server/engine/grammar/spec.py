@@ -23,7 +23,6 @@ class StructuredKind(enum.StrEnum):
     """The kinds of constraint: what `StructuredSpec.source` is."""
 
     JSON_SCHEMA = "json_schema"
-    JSON_OBJECT = "json_object"
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "lark"
@@ -45,8 +44,6 @@ class StructuredSpec:
     whitespace_pattern: str | None = None
     param: str = field(default="structured_outputs", compare=False)
 
-
-JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 _TAG_SCHEMAS = frozenset(("json_schema", "schema"))
 """The keys of schemas in a structural tag."""
@@ -99,7 +96,7 @@ def _from_response_format(value: Any) -> StructuredSpec | None:
         case "json_object" | "json_schema" if value.get("schema") is not None and value.get("json_schema") is None:
             return _schema(value["schema"], f"{where}.schema")  # as llama.cpp and others have it
         case "json_object":
-            return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
+            return _any_object(True, where)
         case "json_schema":
             return _from_json_schema_format(value.get("json_schema"), f"{where}.json_schema")
         case "structural_tag":
@@ -146,7 +143,7 @@ def _schema(value: Any, where: str) -> StructuredSpec:
 def _any_object(value: Any, where: str) -> StructuredSpec:
     if value is not True:
         raise InvalidRequestError(f"{where} must be a boolean.", where)
-    return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
+    return _schema({"type": "object"}, where)
 
 
 def _json_or_schema(value: Any, where: str) -> StructuredSpec:

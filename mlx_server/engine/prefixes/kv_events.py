@@ -31,7 +31,6 @@ from mlx_server.engine.prefixes.mirror import Announcement, MirroredBlock, Prefi
 from mlx_server.environment import install_command
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig, parse_endpoint
-from mlx_server.kv_disk.disk import ModelRecords
 
 if TYPE_CHECKING:
     import zmq
@@ -349,15 +348,11 @@ def follow(
     config: Config,
     name_with: Callable[[str | None], str],
     blocks: PagedBlockManager,
-    disk: ModelRecords | None,
+    is_on_disk: Callable[[bytes], bool] | None,
 ) -> ModelEvents:
     """Publishes all changes of a model's prefix cache from now on; it must be empty. `name_with` returns clients' name
-    of the model with an adapter or without; `disk` is the model's part of the disk tier, if there is one."""
-    mirror = PrefixMirror(
-        blocks.groups.windows,
-        has_states=blocks.checkpoints is not None,
-        is_on_disk=None if disk is None else disk.is_stored,
-    )
+    of the model with an adapter or without; `is_on_disk` says whether the disk tier has a block, if there is one."""
+    mirror = PrefixMirror(blocks.groups.windows, has_states=blocks.checkpoints is not None, is_on_disk=is_on_disk)
     named = {"host": config.server.host, "port": config.server.port, "model": name_with(None)}
     topic = config.fleet.kv_events_topic.format(**named)
     # The first key is the prefix's owner. Routers do not know owners, and would find no prefix if it was published.

@@ -1,10 +1,12 @@
-"""One model's prefixes on disk: the root of their digests, and what is saved when the model is unloaded."""
+"""One model's prefixes on disk: what they depend on (the root of their digests), and what is saved at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +14,16 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+import xxhash
+
 from mlx_server.batching.blocks.disk_saves import PIECE_BYTES
 from mlx_server.batching.blocks.prefix_cache import root_hash
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig, home
 from mlx_server.environment import version
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
-from mlx_server.kv_disk.fingerprint import fingerprint, root_key
-from mlx_server.kv_disk.rounding import Rounding
-from mlx_server.kv_disk.slab import FORMAT_VERSION, Space
+from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.slab import FORMAT_VERSION, Rounding, Space
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.executor import MLXThread
@@ -34,6 +37,12 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 10.0
 """How long unloading a model may take to save its prefixes."""
+
+_NAME = "fingerprints.json"
+_MAX_REMEMBERED = 1000
+_MAX_BYTES = 16 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+_PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
 
 def disk_folder(settings: MemoryConfig) -> Path:
@@ -87,7 +96,7 @@ async def join_disk(
         return None
     rounding = _rounding(config, contents.dtype(), runner.cache.block_bytes)
     is_merged = merged_adapter(config.model.adapters) is not None
-    model_key = root_key(
+    model_key = json.dumps(  # as one text, which no other list makes
         [
             str(FORMAT_VERSION),
             str(BLOCK_SIZE),
@@ -158,6 +167,45 @@ def _libraries(loaded: LoadedModel) -> tuple[str, ...]:
 def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> tuple[str, dict[str, str]]:
     adapters = {adapter.name: fingerprint(adapter.path, disk.files) for adapter in config.model.adapters}
     return fingerprint(folder, disk.files), adapters
+
+
+def fingerprint(folder: Path, files: Files) -> str:
+    """A digest of the names and contents of a model's or adapter's weights, configuration and code; not of their place.
+    Equal for equal files only.
+
+    All files are read once, at an SSD's speed, before the weights are loaded, which then come from the page cache. The
+    digest of a file is remembered in `files` by its path, size, time and inode. Any thread; raises `OSError`.
+    """
+    known = _remembered(files)
+    digest = xxhash.xxh3_128()
+    seen: dict[str, str] = {}
+    for path in sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)}):
+        stat = path.stat()
+        key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+        seen[key] = known.get(key) or _content_digest(path)
+        digest.update(f"{path.name}\0{seen[key]}\0".encode())
+    if not seen.keys() <= known.keys():
+        kept = list({**known, **seen}.items())[-_MAX_REMEMBERED:]
+        with contextlib.suppress(OSError):  # on a full disk, all files are read again after the next start
+            files.replace(_NAME, json.dumps(dict(kept)).encode())
+    return digest.hexdigest()
+
+
+def _content_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _remembered(files: Files) -> dict[str, str]:
+    try:
+        (text,) = files.read(_NAME, [0], _MAX_BYTES)
+        known = json.loads(text)
+        return {str(key): str(value) for key, value in known.items()}
+    except (FileNotFoundError, ValueError, AttributeError):
+        return {}
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.template_fit import Repairs, adapt, developer_as_system, find_repairs
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
@@ -80,8 +80,7 @@ class ChatFormatter:
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._memory = PromptMemory(tokenizer)
-        self._fits: dict[str, _Fit] = {}
-        self._lock = threading.Lock()
+        self._fits = Recent[str, _Fit](_MAX_FITS)
 
     def prepare(self) -> None:
         """Tries the model's own templates now, so that its first chat need not wait for that."""
@@ -156,8 +155,7 @@ class ChatFormatter:
     def _fit(self, template: str) -> _Fit:
         """Tries the template, or returns what an earlier trial found. Requests may bring templates of their own, so
         only the most recent ones are remembered."""
-        with self._lock:
-            found = self._fits.pop(template, None)
+        found = self._fits.get(template)
         if found is None:
             shown = [_PROBE in (self._tried(template, parts, [_QUESTION], None) or "") for parts in (False, True)]
             needs_parts = shown == [False, True]
@@ -165,10 +163,7 @@ class ChatFormatter:
             known = frozenset() if "developer" in template else {developer_as_system}
             shows = partial(self._tried, template, needs_parts)
             found = _Fit(needs_parts, find_repairs(shows, frozenset(known)))
-        with self._lock:
-            self._fits[template] = found
-            if len(self._fits) > _MAX_FITS:
-                del self._fits[next(iter(self._fits))]
+            self._fits.put(template, found)
         return found
 
     def _tried(

@@ -12,8 +12,7 @@ import json
 import re
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mlx_server.errors import ModelLoadError
+from mlx_server.engine.recent import Recent
+from mlx_server.errors import InvalidRequestError, ModelLoadError
 from mlx_server.runtime.models.folder import read_model_json
 
 _SPACE_MARK = "\u2581"
@@ -258,6 +258,14 @@ def _eos_token_ids_in(config: dict[str, Any]) -> set[int]:
     return found
 
 
+def check_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises `InvalidRequestError` if the request's field `name` has an id outside the vocabulary. Runs on the event
+    loop's thread, once for each sample: `min` and `max` take a tenth of the time of a loop in Python."""
+    for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= extreme < vocab_size:
+            raise InvalidRequestError(f"{name} has the token id {extreme}; ids are 0 to {vocab_size - 1}.", name)
+
+
 MAX_REMEMBERED_IDS = 4_000_000
 """Of one model's `PromptMemory`, at 4 bytes each."""
 
@@ -292,11 +300,8 @@ class PromptMemory:
 
     def __init__(self, tokenizer: Tokenizer, max_ids: int = MAX_REMEMBERED_IDS) -> None:
         self._tokenizer = tokenizer
-        self._max_ids = max_ids
         self._boundaries, self._pattern = _boundaries(tokenizer)
-        self._known: OrderedDict[bytes, array[int]] = OrderedDict()  # the longest unused first
-        self._num_ids = 0
-        self._lock = threading.Lock()
+        self._known = Recent[bytes, "array[int]"](max_ids, lambda digest, ids: len(ids))
 
     def encode(self, text: str, owner: str = "") -> list[int]:
         """The ids of the tokenizer's `encode` with `add_special_tokens=False`."""
@@ -308,7 +313,7 @@ class PromptMemory:
         if cuts and cut is not cuts[-1]:
             ids = ids + array("I", self._rest(text[: cuts[-1].end], cut))
             cut = cuts[-1]
-            self._remember(cut.digest, ids)
+            self._known.put(cut.digest, ids)
         return [*ids, *self._rest(text, cut)]
 
     def _cuts(self, text: str, owner: str) -> list[_Cut]:
@@ -324,21 +329,11 @@ class PromptMemory:
 
     def _find(self, cuts: list[_Cut]) -> tuple[_Cut | None, array[int]]:
         """Returns the last cut whose ids are known, and these ids."""
-        with self._lock:
-            for cut in reversed(cuts):
-                found = self._known.get(cut.digest)
-                if found is not None:
-                    self._known.move_to_end(cut.digest)
-                    return cut, found
+        for cut in reversed(cuts):
+            found = self._known.get(cut.digest)
+            if found is not None:
+                return cut, found
         return None, array("I")
-
-    def _remember(self, digest: bytes, ids: array[int]) -> None:
-        with self._lock:
-            known = self._known.pop(digest, None)
-            self._known[digest] = ids
-            self._num_ids += len(ids) - (0 if known is None else len(known))
-            while self._num_ids > self._max_ids:
-                self._num_ids -= len(self._known.popitem(last=False)[1])
 
     def _rest(self, text: str, cut: _Cut | None) -> list[int]:
         """The ids after a cut."""

@@ -6,13 +6,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.decoding import MAX_PIXELS, UnreadableImageError, decode
 from mlx_server.environment import install_command
@@ -97,9 +96,7 @@ class SeeingModel:
         self.placeholder = self._family.placeholder or self.image_token
         before, after = self._family.around
         self.snippet = f"{before}{self.placeholder}{after}"
-        self._kept: OrderedDict[_Key, PreparedImage] = OrderedDict()
-        self._num_kept_bytes = 0
-        self._lock = threading.Lock()
+        self._kept = Recent[_Key, PreparedImage](MAX_KEPT_BYTES, lambda key, image: image.num_bytes)
 
     @classmethod
     def load(cls, folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> SeeingModel | None:
@@ -138,11 +135,9 @@ class SeeingModel:
         Takes a few milliseconds to a second: the whole file is decoded first, except for a large JPEG. The result is
         cached for this `owner` only, so that the time reveals nothing about what others sent."""
         key = (owner, max_pixels, _digest(data))
-        with self._lock:
-            known = self._kept.get(key)
-            if known is not None:
-                self._kept.move_to_end(key)
-                return known
+        known = self._kept.get(key)
+        if known is not None:
+            return known
         image = decode(data, max_pixels)
         try:
             arrays = self.processor(image, return_tensors="np", **self._family.options(self, max_pixels))
@@ -150,18 +145,8 @@ class SeeingModel:
         except Exception as error:  # processors raise anything for odd shapes
             size = f"{image.width} x {image.height} pixels"
             raise UnreadableImageError(f"cannot be prepared for {self.model_type} ({size}): {error}") from error
-        self._keep(key, prepared)
+        self._kept.put(key, prepared)
         return prepared
-
-    def _keep(self, key: _Key, prepared: PreparedImage) -> None:
-        with self._lock:
-            if key in self._kept or prepared.num_bytes > MAX_KEPT_BYTES:
-                return
-            self._kept[key] = prepared
-            self._num_kept_bytes += prepared.num_bytes
-            while self._num_kept_bytes > MAX_KEPT_BYTES:
-                _, dropped = self._kept.popitem(last=False)
-                self._num_kept_bytes -= dropped.num_bytes
 
 
 def load_if_seeing(
