@@ -17,9 +17,9 @@ under a flood of HIGH, the slowest hundredth of LOW's first tokens came after 43
 226 and 308 s, NORMAL's 91, 64 and 44 s."""
 
 _CREDIT = 4 * BLOCK_SIZE
-"""Tokens that an aged request must be due before a better prompt gives way: twice this for HIGH's prompts, once for
-NORMAL's. Steps of worse prompts pay the credit back. Without it, one in three HIGH prompts of 256 tokens took a ninth
-or a fifth longer. Half of it spares prompts of 256 tokens, but not all of 512. LOW gets as much as without."""
+"""How many tokens an aged request must be due before a better prompt gives some up: twice this for HIGH's prompts, once
+for NORMAL's. Steps of worse prompts make up for it. Without this credit, one in three HIGH prompts of 256 tokens took a
+ninth or a fifth longer; with half of it, some of 512 tokens still did. LOW's share is the same with and without."""
 
 
 class AgedShare:
@@ -29,7 +29,7 @@ class AgedShare:
     Seats and blocks: a waiting aged request is promoted if the promoted ones then hold no more than the share. Better
     tiers cannot take a promoted request's seat.
 
-    Tokens: while better tiers get prompt tokens, the aged prompt becomes due one for every seven of theirs. It gets
+    Tokens: while better tiers get prompt tokens, the aged prompt is due one for every seven of theirs. It gets
     what it is due in pieces of a block, since a chunk of a few tokens costs nearly as much as one of 32.
 
         HIGH gets 444 tokens a step, an aged LOW prompt waits; HIGH's credit is 256 tokens

@@ -162,8 +162,9 @@ class Policy:
           also bounds how long a request that arrives meanwhile waits. Prompts of worse tiers still keep to the target.
         - While prompts of a still better tier are expected, both get less (rule 3).
 
-        Example: 30 ms of decodes, 1 ms a token, target 200 ms, longest step 1 s. A HIGH prompt gets 170 tokens beside
-        HIGH streams and 970 beside LOW streams; a NORMAL prompt in the same step gets 170 at most, less what HIGH got.
+        Example: 30 ms of decodes, 1 ms a token, target 200 ms, longest step 1 s. A HIGH prompt gets about 170
+        tokens beside HIGH streams (168, since the rows of a step are rounded) and 970 beside LOW streams; a NORMAL
+        prompt in the same step gets 168 at most, less what HIGH got.
         """
         room = self._limits.max_num_batched_tokens - num_decodes
         if not self._limits.bound_stalls:
@@ -239,9 +240,8 @@ class Policy:
         """The waiting request of a tier with the least work, if it is the oldest or may overtake the oldest.
 
         Requests with less work may start before the oldest, while their work in all is no more than the oldest's own
-        and it loses one last seat at most. So it waits for room at most about twice as long as in order of arrival.
-        Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first.
-        """
+        and may take the last free seat ahead of it only once. So it waits for room at most about twice as long as in
+        order of arrival. Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first. """
         oldest, shortest = self._waiting.oldest(priority, step.now), self._waiting.shortest(priority, step.now)
         if oldest is None or shortest is None or shortest is oldest:
             return oldest
@@ -403,7 +403,10 @@ class Policy:
 
 def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,), share: float = _HEADROOM) -> int:
     """The number of blocks to keep free for the `running` requests. `windows` are those of the layer groups: in a group
-    with a window, a request whose window is full gives up as many blocks as it takes."""
+    with a window, a request whose window is full gives up as many blocks as it takes.
+
+    Example: 8 running requests with `max_tokens` open count 1,024 tokens each. A tenth of 8,192 is 819: 26 blocks of
+    32. """
     remaining = [0] * len(windows)
     for request in running:
         num_tokens = request.num_tokens

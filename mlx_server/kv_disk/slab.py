@@ -6,8 +6,8 @@
 
 All numbers are little endian. A header ends with the CRC-32 of the bytes before it, and a record's header has the
 XXH3-128 of the content, so a torn, flipped or foreign record is recognised. The digest says what a record holds,
-including the weights that computed it (`join_disk` makes their root). So nothing on disk can be wrong for a model; it
-can only be of no use to any model.
+including the weights that computed it (`join_disk` makes their root). So a record is right for the model that finds
+it; other models never find it.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ OWN_SERIES: tuple[Family, ...] = (
     counter("mlx_serve:kv_disk_load_seconds", "Time of loads from disk.", "stats.disk_load_time_s"),
     counter(
         "mlx_serve:kv_disk_blocks{result}",
-        "KV blocks between pool and disk: loaded, computed instead, saved, or dropped since the queue was full.",
+        "KV blocks between pool and disk: loaded, not loaded (computed), saved, or not saved (the queue was full).",
         lambda r: {
             "loaded": r.stats.num_blocks_loaded,
             "not_loaded": r.stats.num_blocks_not_loaded,

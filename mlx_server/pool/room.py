@@ -37,13 +37,13 @@ class RoomMaker:
     """Makes room within the budget: cuts unused KV blocks, or else unloads idle models, least recently used first.
 
     Models in use are never unloaded for another. With `when_full = wait`, a model that has been ready for `residency_s`
-    yields, the one that was loaded first before others: its open requests go on, and its new ones wait until it has
-    been unloaded and its turn to be loaded comes again. So every request is served, under any load on any number of
+    yields, and the one that was loaded earliest yields first: its open requests go on, and its new ones wait until it
+    has been unloaded and its turn to be loaded comes again. So every request is served, under any load on any number of
     models.
 
     A model that fits without a model in use being unloaded does not wait for another that is making room
     (`make_at_once`). Models that yield stay reserved for the one they yield to, and models that were unloaded for it
-    wait until it has its room: so at most as many loads as there are models can overtake it. Event-loop thread only;
+    wait until it has its room: so no more loads can overtake it than there are models. Event-loop thread only;
     one call of `make` at a time.
     """
 

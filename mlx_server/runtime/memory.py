@@ -146,8 +146,8 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 @contextmanager
 def resident_memory(*, wire: bool) -> Iterator[None]:
     """On Metal, while it is entered: limits the buffers that MLX keeps for reuse, which would otherwise grow without
-    end with ragged steps; and with `wire`, keeps weights and KV pools resident, which macOS unwires when idle. The last
-    of several callers restores both limits. MLX thread.
+    end with ragged steps; and with `wire`, wires weights and KV pools, which macOS would otherwise unwire when idle.
+    The last of several callers restores both limits. MLX thread.
 
     A wired working set under concurrent requests reproducibly caused kernel panics of macOS (mlx#3186).
     """

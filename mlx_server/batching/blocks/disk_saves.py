@@ -122,7 +122,7 @@ class DiskSaves:
 
     Without windows, a block on disk is worth nothing unless all blocks before it are there. So prefixes are saved from
     their beginnings, although the pool evicts their ends first. If a step evicts more than it can save, it does not
-    save the evicted blocks but the next ones in this order: the two meet somewhere in the prefix.
+    save the evicted blocks but the next ones from the beginning, until eviction from the end reaches them.
     """
 
     def __init__(self, blocks: PagedBlockManager, store: BlockStore, counters: EngineCounters) -> None:
@@ -135,7 +135,7 @@ class DiskSaves:
         self._evicted: dict[bytes, CopyPlace] = {}  # those of them that the next step overwrites
         self._piece_bytes = PIECE_BYTES
         self._requested_bytes = 0
-        self.is_urgent = False  # memory is waited for that blocks hold which are to be saved
+        self.is_urgent = False  # someone waits for memory of blocks that must be saved first
         self._submitted: deque[list[_Save]] = deque()
         blocks.before_eviction = self._on_eviction
         if blocks.checkpoints is not None:
@@ -192,8 +192,8 @@ class DiskSaves:
         return self.is_urgent
 
     def take(self) -> tuple[CopyPlace, ...]:
-        """What the step that was just composed saves, as places before its change of the pool; `on_copied` follows if
-        there is any."""
+        """The saves of the step that was just composed, as places before its change of the pool; `on_copied` follows if
+        there are any."""
         evicted, self._evicted = self._evicted, {}
         evicted_bytes = sum([content_bytes(self.store, place.group) for place in evicted.values()])
         room, most_bytes = self._room(), max(self._requested_bytes, self._piece_bytes if evicted else 0)
@@ -241,8 +241,7 @@ class DiskSaves:
         return ((index, group) for index, groups in enumerate(wanted) for group in dict.fromkeys(groups))
 
     def _find(self, block_hash: bytes, group: int) -> CopyPlace | None:
-        """The place of a cached content before the change of the pool that waits to be made; None if it is not
-        cached."""
+        """Where a cached content is until the pending change of the pool is made; None if it is not cached."""
         if group == STATES:
             checkpoints = self._blocks.checkpoints
             slot = None if checkpoints is None else checkpoints.find(block_hash)
@@ -286,7 +285,7 @@ class DiskSaves:
             self._evicted[digest] = place
 
     def _room(self) -> int:
-        """How many bytes the store takes now, less those that the steps in flight will give it."""
+        """The bytes that the store takes now, less those that the steps in flight will save."""
         return self.store.room() - sum(
             [content_bytes(self.store, save.group) for saves in self._submitted for save in saves]
         )

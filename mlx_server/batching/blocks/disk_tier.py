@@ -186,8 +186,8 @@ class DiskTier:
         return None
 
     def save_idle(self, now: float) -> None:
-        """When there is nothing else to compute: saves a piece of what is worth keeping, after a second of that. Loads
-        come first."""
+        """Call when there is nothing else to compute: after an idle second, saves a piece of what is worth keeping.
+        Loads come first."""
         if not self._loads and now - self._busy_until_s >= IDLE_S:
             self.saves.request(PIECE_BYTES)
 

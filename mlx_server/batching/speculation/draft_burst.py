@@ -18,8 +18,8 @@ from mlx_server.request import Request
 
 
 class Burst(NamedTuple):
-    """How many tokens a draft model should draft, and for whom. `saved_s` is how much sooner a stream gets a token
-    then."""
+    """How many tokens a draft model should draft, and for whom. `saved_s` is how many seconds sooner
+    a stream then gets a token."""
 
     depth: int
     request_ids: frozenset[str]
@@ -77,7 +77,7 @@ def choose_burst(
 def _expected_rows_again(
     names: Sequence[str], rates: Mapping[str, float], most: int, room: StepRoom
 ) -> npt.NDArray[np.float64]:
-    """Expected rows that are computed again, by how many of `names`, from the first on, draft how many tokens."""
+    """`[m, k]`: the expected rows that are computed again if the first m + 1 of `names` draft k + 1 tokens each."""
     known = room.num_known
     if known is None:
         return np.zeros((len(names), most))
@@ -97,7 +97,8 @@ class Follower:
 
     @staticmethod
     def shadow_of(request: Request, kind: type[Request] = Request) -> Request:
-        """The request as the draft model computes it: its tokens, without what only its answer shows."""
+        """The request as the draft model computes it: its tokens, without log-probabilities, which only its answer
+        shows."""
         shadow = kind(
             request.request_id,
             request.prompt_token_ids,

@@ -69,7 +69,7 @@ class RowCosts:
         return max(0, self._num_steps - measured_at - self._fresh_for.get(bucket, _FRESH_STEPS))
 
     def skip(self) -> None:
-        """Call when drafts were left out because of these times: counts as a step, so that the times get stale."""
+        """Call when these times ruled drafts out. Counts as a step, so that the times age and are measured again."""
         self._num_steps += 1
         self._known = None
 
@@ -173,8 +173,8 @@ class StepRoom(NamedTuple):
 
     The time of prompts in the step does not count, and a request that computes its prompt counts as if it decoded, as
     it soon will. The time that drafts take is lost to prompts, so drafts pay off only if their tokens would take longer
-    later. Counting drafts as cheap because such a step is long anyway made four streams beside prompts of 1,500 tokens
-    up to a fifth slower in all (in the simulator, with costly rows).
+    later. Drafts counted as cheap, because such a step is long anyway, made four streams beside prompts of 1,500 tokens
+    up to a fifth slower overall (in the simulator, with costly rows).
 
     `num_known` is for models with recurrent state, which cannot be cut back: each drafting request's known tokens
     before its drafts. If a draft is wrong, all tokens of the chunk before it are computed again with the next ones.

@@ -29,8 +29,8 @@ _SHARED_TOKENS = 5 * BLOCK_SIZE
 _ABORTED_SHARE = 0.25
 _SAMPLE_S = 0.2
 _AN_HOUR_MS = 3.6e6
-"""Target time of a step. With no shorter one, prompts are cut by their lengths and not by measured speed, so that a
-request alone is computed in the same way each time."""
+"""Target time of a step: so long that prompts are cut by their lengths and not by measured speed, and a request alone
+is computed in the same way each time."""
 
 _SETTLE_S = 10.0
 _MAX_GROWTH = 0.05

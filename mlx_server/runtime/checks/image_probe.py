@@ -233,8 +233,8 @@ class _MaskedCache(KVCache):  # type: ignore[misc]
 
 
 def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following: int, image: PromptImage) -> mx.array:
-    """The same logits from three steps. The first chunk ends within the image, or after a bidirectional one, and a text
-    prompt runs beside it, which decodes in the second step."""
+    """The same logits from three steps with two requests. The image's first chunk ends within the image, or after it if
+    it is bidirectional; the text request decodes from the second step on."""
     encoder = ImageEncoder(model, max_bytes=0)
     trial = TrialRequests(
         runner, {"image": [*prompt, following], "text": [*prompt[: image.start], following, following]}

@@ -106,7 +106,7 @@ def _in_pieces(own: Product, x: mx.array, most: int) -> mx.array:
 
 
 def _find_rule(own: Product, kind: tuple[Any, ...]) -> _Rule:
-    """The cheapest rule that gives the same bits as blocks."""
+    """The cheapest rule with the same bits as padded blocks."""
     inputs, _, dtype = kind[:3]
     if not mx.issubdtype(dtype, mx.floating):  # only affine scales are floats
         dtype = mx.bfloat16

@@ -50,7 +50,7 @@ class SampleRow:
 
 
 class SampledRows(NamedTuple):
-    """The sampled rows of one request in one step: `[first, first + 1 + len(drafts)]`."""
+    """The sampled rows of one request in one step: `[first, first + 1 + len(drafts))`."""
 
     request_id: str
     first: int

@@ -4,11 +4,11 @@
 // scores (queries x K) and outputs (weights x V) are the same small matrix product. A tile is up to kTileRows rows of
 // one request and KV head, a row being one (token, query head) pair, query heads of a group innermost: a decode is a
 // tile of one token, and the group shares every read of K and V. Softmax is online (Milakov and Gimelshein, 2018) and
-// in base 2. Keys are summed up in pieces of kPiece, which are merged in their order, as in Flash-Decoding (Dao and
+// in base 2. Keys are summed up in pieces of kPieceBlocks blocks, which are merged in their order, as in Flash-Decoding (Dao and
 // others, 2023). Work is cut into items of (tile, key range); long contexts with few rows are split between pieces.
 //
-// Whole pieces with which several requests begin are read for the rows of all of them: tiles of those rows come first
-// and leave their sums among the parts, from which each request's own tiles go on. Contexts 700 and 600 that share 530
+// If several requests begin with the same pieces, these are read once for the rows of all of them: tiles of those rows
+// come first and leave their sums among the parts, from which each request's own tiles go on. Contexts 700 and 600 that share 530
 // tokens: one tile over [0, 512) for both, then [512, 700) of the one and [512, 600) of the other.
 //
 // A row's result has the same bits whichever rows are computed with it, in a tile or in a step, and by however many
@@ -48,9 +48,9 @@ constexpr double kLog2E = 1.4426950408889634;
 // Rows [first_row, last_row) of a request under one KV head, over blocks [first_block, last_block).
 struct Item {
   int32_t request, kv_head, first_row, last_row, first_block, last_block;
-  int64_t part;  // the row among the parts where its pieces begin; -1: it is whole, and goes to the output
+  int64_t part;  // its first row in the parts; -1: it is whole, and goes to the output
   double cost;
-  int64_t fold = -1;                // where among the parts its sums are, or go to, if requests share pieces
+  int64_t fold = -1;                // the row in the parts of sums that requests share; -1: none
   const int32_t* tokens = nullptr;  // of rows of several requests, by `kv_head`'s groups; null: the request's own
 
   bool is_shared() const { return tokens != nullptr; }
@@ -59,7 +59,8 @@ struct Item {
   int32_t last_piece() const { return (last_block - 1) / kPieceBlocks + 1; }
 };
 
-// A tile that was split along its keys: `first` is its first item, and its pieces are so many parts of its rows from there on.
+// A tile that was split along its keys: `first` is its first item; its pieces take `num_parts` groups of its rows in the
+// parts, from `first.part` on.
 struct Merge {
   Item first;
   int32_t num_parts;
@@ -79,8 +80,8 @@ struct Work {
   double cost;  // of all items, in nanoseconds, roughly
 };
 
-// What a thread works in: a tile's scaled queries, its scores in a span of keys, its output in a piece, where its
-// softmax stands, the merged pieces before, and room for rows that are not read in place.
+// A thread's scratch memory: a tile's scaled queries, its scores in a span of keys, its output in a piece, the running
+// maximum and sum, the pieces merged so far, and room for rows that are not read in place.
 struct Tile {
   float *queries, *scores, *output, *merged, *room;
   float maximum[kTileRows];

@@ -1,5 +1,5 @@
-// K and V in 8 or 4 bits a number, each in its own: a run has its numbers' codes, then the scales, then the biases of
-// its groups.
+// K and V quantised to 8 or 4 bits; the two may differ. A run holds the codes, then the scales, then the biases of its
+// groups.
 //
 //     K codes   [key_dim / 32][4 * key_bits][32]      a row of bytes has a number of each of 32 tokens
 //     V codes   [value_dim / 32][32][4 * value_bits]  a row of bytes has 32 numbers of one token
@@ -8,9 +8,9 @@
 // A number is code * scale + bias. Of 4 bits, numbers i and i + 16 of each 32 share byte i, low bits first; tokens
 // share no byte, so that threads may write side by side.
 //
-// Rows are widened into a few KiB that stay in the nearest cache, 32 or 64 of them at a time: memory is read in the
-// fewer bits, and the products are those of whole rows. Runs lie anywhere and are short, which hardware cannot foresee:
-// each row of bytes asks for one that is as far ahead as a phase, V's while K is widened and K's while V is.
+// Rows are widened into a few KiB that stay in the nearest cache, 32 or 64 of them at a time: memory is read
+// packed, and the products are those of whole rows. Runs are short and scattered, so hardware prefetching fails: each
+// row of bytes prefetches another, V's rows while K is widened and K's while V is.
 
 #pragma once
 
