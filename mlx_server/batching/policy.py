@@ -241,7 +241,8 @@ class Policy:
 
         Requests with less work may start before the oldest, while their work in all is no more than the oldest's own
         and may take the last free seat ahead of it only once. So it waits for room at most about twice as long as in
-        order of arrival. Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first. """
+        order of arrival. Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first.
+        """
         oldest, shortest = self._waiting.oldest(priority, step.now), self._waiting.shortest(priority, step.now)
         if oldest is None or shortest is None or shortest is oldest:
             return oldest
@@ -406,7 +407,8 @@ def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)
     with a window, a request whose window is full gives up as many blocks as it takes.
 
     Example: 8 running requests with `max_tokens` open count 1,024 tokens each. A tenth of 8,192 is 819: 26 blocks of
-    32. """
+    32.
+    """
     remaining = [0] * len(windows)
     for request in running:
         num_tokens = request.num_tokens

@@ -50,6 +50,11 @@ class _Place:
     slot: int
 
 
+def smallest_slab(space: Space) -> int:
+    """The bytes of a file with one record."""
+    return SLAB_HEADER_BYTES + space.stride
+
+
 class RecordStore:
     """Records by digest, in slabs of one folder. All slabs together never take more than `limit_bytes`: before a file
     grows, the slab that was unused for longest is removed. Any thread.
@@ -238,7 +243,7 @@ class RecordStore:
     def _new_slab(self, space: Space) -> _Slab | None:
         most = min(MAX_SLAB_BYTES, self.limit_bytes // _MIN_SLABS) - SLAB_HEADER_BYTES
         num_slots = max(1, most // space.stride)
-        if SLAB_HEADER_BYTES + space.stride > self.limit_bytes:
+        if smallest_slab(space) > self.limit_bytes:
             return None
         slab = _Slab(secrets.token_hex(8) + SUFFIX, 0, SlabHeader(space, num_slots), is_made=False)
         self._slabs[slab.name] = slab

@@ -266,7 +266,6 @@ OWN_SERIES: tuple[Family, ...] = (
         lambda r: {tier: r.metrics.promoted_by_tier[tier] for tier in r.metrics.tiers},
     ),
     counter("mlx_serve:admission_rejections{tier,reason}", "Requests refused before they ran.", _refusals),
-    counter("mlx_serve:steps", "Steps scheduled.", "stats.num_steps"),
     counter("mlx_serve:recomputed_tokens", "Tokens computed again after a preemption.", "stats.num_tokens_recomputed"),
     counter("mlx_serve:model_calls", "Calls of the model.", "stats.num_model_calls"),
     counter("mlx_serve:images_encoded", "Calls of the vision encoder.", "stats.num_images_encoded"),
@@ -280,14 +279,12 @@ OWN_SERIES: tuple[Family, ...] = (
         "Time of mixed steps beyond that of an average decode-only step.",
         "metrics.prefill_stall_s",
     ),
-    counter("mlx_serve:busy_seconds", "Time in steps.", "stats.busy_time_s"),
     counter("mlx_serve:idle_seconds", "Time between steps while requests were running.", "stats.idle_time_s"),
     gauge(
         "mlx_serve:model_memory_bytes{use}",
         "Memory of a model, by use.",
         lambda r: {"weights": r.stats.weight_bytes, "kv_pool": r.stats.kv_pool_bytes},
     ),
-    gauge("mlx_serve:kv_pool_blocks", "Blocks of the KV pool.", "stats.num_blocks"),
     gauge("mlx_serve:kv_pool_max_blocks", "Blocks that the KV pool may grow to.", "stats.max_num_blocks"),
     gauge(
         "mlx_serve:memory_pressure_level",

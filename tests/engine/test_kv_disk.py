@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -338,6 +339,25 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
             async with serving(folder, disk, **asks, **settings) as engine:
                 await answer(engine, prompt)
             assert f"are not rounded on disk: {reason}" in caplog.text
+
+    run(world)
+
+
+def test_settings_that_keep_nothing_are_named(tmp_path, caplog):
+    folder, disk = make_folder(tmp_path / "model"), tmp_path / "disk"
+    (prompt,) = random_prompts([NUM_TOKENS])
+
+    async def world() -> None:
+        async with serving(folder, disk, kv_disk=None):
+            pass
+        assert "kv_disk_dir and kv_disk_bits have no effect without kv_disk" in caplog.text
+        assert not disk.exists()
+        async with serving(folder, disk, kv_disk="9KB") as engine:
+            await answer(engine, prompt)
+        assert re.search(
+            r"--kv-disk is 9,000 bytes, and one of its blocks or states takes [1-9]\d,\d{3}\.", caplog.text
+        )
+        assert not list(disk.glob("*.kvslab"))
 
     run(world)
 

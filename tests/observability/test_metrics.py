@@ -271,14 +271,11 @@ def test_every_count_is_under_its_own_name():
             f"mlx_serve:admission_rejections_total{{reason={reason},tier=gold}}": 41 + index
             for index, reason in enumerate(refusals)
         },
-        "mlx_serve:steps_total": 11,
         "mlx_serve:model_calls_total": 12,
         "mlx_serve:prefill_stall_seconds_total": 36.5,
-        "mlx_serve:busy_seconds_total": 28.5,
         "mlx_serve:idle_seconds_total": 29.5,
         "mlx_serve:model_memory_bytes{use=weights}": 1001,
         "mlx_serve:model_memory_bytes{use=kv_pool}": 1002,
-        "mlx_serve:kv_pool_blocks": 40,
         "mlx_serve:kv_pool_max_blocks": 50,
         "mlx_serve:memory_pressure_level": 85,
         "mlx_serve:kv_blocks{state=used}": 10,
@@ -313,19 +310,19 @@ def test_every_histogram_is_under_its_own_name():
 
 
 def test_a_model_that_was_unloaded_keeps_its_counters_and_comes_last():
-    metrics, now = EngineMetrics(64), EngineStats(num_running=2, num_steps=5, preemptions_by_tier={"low": 1})
-    metrics.past = EngineStats(num_running=3, num_steps=10, preemptions_by_tier={"low": 2, "high": 1})
+    metrics, now = EngineMetrics(64), EngineStats(num_running=2, num_model_calls=5, preemptions_by_tier={"low": 1})
+    metrics.past = EngineStats(num_running=3, num_model_calls=10, preemptions_by_tier={"low": 2, "high": 1})
     now = replace(now, num_accepted_by_place={0: 1, 1: 0, 2: 0})
     metrics.past = replace(metrics.past, num_accepted_by_place={0: 7, 1: 5})
     gone = EngineReading("gone", EngineStats().plus(metrics.past), metrics, True, is_loaded=False)
     again = EngineReading("again", now.plus(metrics.past), EngineMetrics(64), True)
     text = render([gone, again]).decode()
-    steps = [line for line in text.splitlines() if line.startswith(("mlx_serve:steps_total", "vllm:num_requests_run"))]
-    assert steps == [
+    calls = [line for line in text.splitlines() if line.startswith(("mlx_serve:model_calls", "vllm:num_requests_run"))]
+    assert calls == [
         'vllm:num_requests_running{engine="0",model_name="again"} 2.0',
         'vllm:num_requests_running{engine="0",model_name="gone"} 0.0',
-        'mlx_serve:steps_total{engine="0",model_name="again"} 15.0',
-        'mlx_serve:steps_total{engine="0",model_name="gone"} 10.0',
+        'mlx_serve:model_calls_total{engine="0",model_name="again"} 15.0',
+        'mlx_serve:model_calls_total{engine="0",model_name="gone"} 10.0',
     ]
     assert 'mlx_serve:preemptions_total{engine="0",model_name="again",tier="low"} 3.0' in text
     assert 'vllm:engine_sleep_state{engine="0",model_name="gone",sleep_state="discard_all"} 1.0' in text
@@ -395,7 +392,8 @@ async def test_every_series_of_the_dashboards_is_there_after_one_request(tmp_pat
         aborted = engine.submit(ask("b", [2] * 40, greedy(50)))
         await anext(aborted)
         aborted.abort()
-        text = render([EngineReading("tiny", engine.stats(), engine.metrics, True)])
+        stats = engine.stats()
+        text = render([EngineReading("tiny", stats, engine.metrics, True)])
     assert not set(DASHBOARD_SERIES) - names(text)
     found = samples(text)
     assert not set(ROUTER_SERIES) - set(found)
@@ -404,7 +402,10 @@ async def test_every_series_of_the_dashboards_is_there_after_one_request(tmp_pat
     assert found["vllm:prompt_tokens_total"] == 80
     assert found["vllm:time_to_first_token_seconds_count"] == 2
     assert found["vllm:request_generation_tokens_sum"] >= 6
-    assert found["vllm:iteration_tokens_total_count"] == found["mlx_serve:steps_total"]
+    assert found["vllm:iteration_tokens_total_count"] == stats.num_steps
+    assert sum(found[f"mlx_serve:step_time_seconds_sum{{kind={kind}}}"] for kind in ("decode", "prefill", "mixed")) == (
+        pytest.approx(stats.busy_time_s)
+    )
     assert found["vllm:cache_config_info{block_size=32,enable_prefix_caching=True,num_gpu_blocks=32}"] == 1
 
 

@@ -24,6 +24,7 @@ from mlx_server.environment import version
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import FORMAT_VERSION, Rounding, Space
+from mlx_server.kv_disk.store import smallest_slab
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.executor import MLXThread
@@ -53,6 +54,8 @@ def disk_folder(settings: MemoryConfig) -> Path:
 def open_configured(settings: MemoryConfig) -> KvDisk | None:
     """Opens the configured tier; None if there is none, or if it cannot be used, which is logged."""
     if settings.kv_disk is None:
+        if settings.kv_disk_dir is not None or settings.kv_disk_bits != FULL_KV:
+            logger.warning("kv_disk_dir and kv_disk_bits have no effect without kv_disk, the space that may be used.")
         return None
     return open_disk(disk_folder(settings), settings.kv_disk, parse_size(settings.kv_disk_writes_per_day))
 
@@ -112,6 +115,13 @@ async def join_disk(
     block_bytes = runner.cache.block_bytes if rounding is None else rounding.packed_bytes
     space = Space(root_hash(model_key), config.model.name, block_bytes)
     states = replace(space, content_bytes=await asyncio.wrap_future(thread.call(contents.state_bytes)))
+    smallest, limit = max(smallest_slab(space), smallest_slab(states)), disk.store.limit_bytes
+    if smallest > limit:
+        message = (
+            "Prefixes of %s are not kept on disk: --kv-disk is %s bytes, and one of its blocks or states takes %s."
+        )
+        logger.warning(message, config.model.name, f"{limit:,}", f"{smallest:,}")
+        return None
     return ModelOnDisk(disk, ModelRecords(disk, space, states, rounding), model_key, adapters)
 
 

@@ -6,7 +6,8 @@ parameters, quantisation and saving see the original model.
 Example: a step has 5 decodes and prompt chunks of 40 and 100 tokens, that is 145 rows and 3 groups, because all decodes
 are one. With `Scope.NOTHING` each module runs once, over 145 rows. With `Scope.MIXERS` each attention or recurrent
 module runs three times (5 x 1, 1 x 40, 1 x 100 tokens) and everything else once. With `Scope.MODEL` the whole model
-runs three times. If decodes cannot be batched either, there are 7 groups. """
+runs three times. If decodes cannot be batched either, there are 7 groups.
+"""
 
 from __future__ import annotations
 
