@@ -30,10 +30,10 @@ from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
-from mlx_server.runtime.kernels.gpu import stored as gpu_stored
+from mlx_server.runtime.kernels.gpu import choice_files
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
-from mlx_server.runtime.kernels.gpu.choice import load_choice, store_choices
 from mlx_server.runtime.kernels.gpu.plan import decode_bytes
+from mlx_server.runtime.kernels.gpu.variant_choice import load_choice, store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
 from mlx_server.runtime.kernels.trials import median_times
 from tests.attention_worlds import ALL_BITS
@@ -82,13 +82,13 @@ def test_what_is_stored_is_for_its_bits_alone(home: Path) -> None:
 def test_storing_keeps_other_shapes_and_other_chips(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_load = replace(CHOICE, partition_tokens=None)
     for chip, shape, variant in (("M2", SHAPE, CHOICE), ("M4", SHAPE, by_load), ("M2", OTHER, by_load)):
-        monkeypatch.setattr(gpu_stored, "chip_name", lambda chip=chip: chip)
+        monkeypatch.setattr(choice_files, "chip_name", lambda chip=chip: chip)
         store_choices({shape: variant})
     choose = load_choice()
     assert (choose(SHAPE), choose(OTHER)) == (CHOICE, by_load)
     store_choices({SHAPE: default_variant(SHAPE)})
     assert load_choice()(SHAPE) == default_variant(SHAPE)
-    monkeypatch.setattr(gpu_stored, "chip_name", lambda: "M4")
+    monkeypatch.setattr(choice_files, "chip_name", lambda: "M4")
     assert load_choice()(SHAPE) == by_load
     assert load_choice()(OTHER) == default_variant(OTHER)
 

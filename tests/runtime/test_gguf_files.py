@@ -17,7 +17,7 @@ from gguf import GGUFReader
 
 from mlx_server import LLM
 from mlx_server.errors import DownloadError, ModelLoadError
-from mlx_server.runtime.models import conversions, resolve
+from mlx_server.runtime.models import made_folders, resolve
 from mlx_server.runtime.models.gguf import conversion
 from mlx_server.runtime.models.gguf.tokenizer import build_tokenizer
 from mlx_server.runtime.models.progress import progress_of
@@ -68,7 +68,7 @@ def test_greedy_answers_are_mlx_lms_from_the_same_weights(kind: Kind, tmp_path: 
 
 def test_a_conversion_that_was_cut_off_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(conversions, "_SHARD_BYTES", 10_000)
+    monkeypatch.setattr(made_folders, "_SHARD_BYTES", 10_000)
     name, read, readings = str(tmp_path / "tiny.gguf"), [], []
     convert = conversion.Conversion._named
 
@@ -113,7 +113,7 @@ def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(conversions.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(made_folders.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(DownloadError, match=r"0.00 GB free, and converting .*tiny.gguf needs up to"):
         resolve_model(str(tmp_path / "tiny.gguf"))
 

@@ -39,8 +39,8 @@ from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
-from mlx_server.runtime.kernels.gpu.choice import store_choices
-from mlx_server.runtime.kernels.gpu.stored import dtype_name
+from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
+from mlx_server.runtime.kernels.gpu.variant_choice import store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.trials import median_times
 

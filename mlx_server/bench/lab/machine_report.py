@@ -42,7 +42,7 @@ from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
-from mlx_server.runtime.kernels.gpu.stored import dtype_name
+from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 
 _QUESTION, _ANSWER = "What is 2 + 2?", "4"

@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx_server.bench.arguments import crossed_numbers, from_1
 from mlx_server.bench.lab.attention import Copy
 from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items
+from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.product_choice import chain
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, form_maker
-from mlx_server.runtime.kernels.gpu.stored import dtype_name
 from mlx_server.runtime.kernels.trials import median_times
 from mlx_server.runtime.layers.cpu import native_product
 from mlx_server.runtime.layers.products import MakeProduct

@@ -20,8 +20,8 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.models.store import StoredModel, find_pulled
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.models.blueprint import why_no_vision
-from mlx_server.runtime.models.conversions import find_converted
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
+from mlx_server.runtime.models.made_folders import find_converted
 from mlx_server.runtime.models.progress import progress_of
 from mlx_server.runtime.pooling import read_pooling
 

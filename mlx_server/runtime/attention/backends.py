@@ -19,7 +19,7 @@ from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
-from mlx_server.runtime.kernels.gpu.choice import load_choice
+from mlx_server.runtime.kernels.gpu.variant_choice import load_choice
 from mlx_server.runtime.kernels.trials import exact_kv, exact_rows
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,9 @@ from typing import NamedTuple
 from mlx_server import config
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.kernels.cpu import native
-from mlx_server.runtime.models.conversions import (
+from mlx_server.runtime.models.folder import sha256_of
+from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
+from mlx_server.runtime.models.made_folders import (
     check_space,
     finish,
     is_made,
@@ -41,8 +43,6 @@ from mlx_server.runtime.models.conversions import (
     storage_error,
     write_json,
 )
-from mlx_server.runtime.models.folder import sha256_of
-from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
 from mlx_server.runtime.models.progress import Report, shown
 
 logger = logging.getLogger(__name__)

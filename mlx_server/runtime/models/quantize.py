@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.blueprint import why_no_vision
-from mlx_server.runtime.models.conversions import Recipe, made_folder, write_json, write_weights
 from mlx_server.runtime.models.folder import HUB_FILES, read_headers, read_model_json
+from mlx_server.runtime.models.made_folders import Recipe, made_folder, write_json, write_weights
 from mlx_server.runtime.models.progress import Report
 
 _VERSION = 1

@@ -16,10 +16,10 @@ from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import load_folder
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
-from mlx_server.runtime.models.conversions import gguf_folder
 from mlx_server.runtime.models.folder import HUB_FILES, missing_parts
 from mlx_server.runtime.models.gguf import WeightFormat, split_names
 from mlx_server.runtime.models.hub_fetch import fetch_snapshot
+from mlx_server.runtime.models.made_folders import gguf_folder
 from mlx_server.runtime.models.quantize import quantized_folder
 
 _SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"

@@ -18,7 +18,6 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
 from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsInPlace, RowsShape
-from mlx_server.runtime.kernels.gpu.choice import decode_failure, shared_failure, write_failure
 from mlx_server.runtime.kernels.gpu.kernels import (
     DecodeKernels,
     MakeKernel,
@@ -30,6 +29,7 @@ from mlx_server.runtime.kernels.gpu.kernels import (
 from mlx_server.runtime.kernels.gpu.plan import Cut, GpuMetadata, Launches
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import RowKernels, attend_rows, read_rows, row_failure
+from mlx_server.runtime.kernels.gpu.variant_choice import decode_failure, shared_failure, write_failure
 from mlx_server.runtime.kernels.gpu.variants import (
     DecodeShape,
     KernelVariant,

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_server.runtime.kernels.gpu.choice_files import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.kernels import read_text
 from mlx_server.runtime.kernels.gpu.products import (
     PRODUCT_FILES,
@@ -30,7 +31,6 @@ from mlx_server.runtime.kernels.gpu.products import (
     form_product,
     weights_of,
 )
-from mlx_server.runtime.kernels.gpu.stored import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.variants import DTYPES
 from mlx_server.runtime.kernels.trials import KERNEL_TOLERANCES, median_times
 from mlx_server.runtime.layers.products import RowProduct, install_products

@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_server.runtime.cache.row_pool import SMALL_ARRAY
+from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.kernels import Kernel, KernelText, MakeKernel, read_text
-from mlx_server.runtime.kernels.gpu.stored import dtype_name
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, SIMD_WIDTH
 from mlx_server.runtime.layers.products import MakeProduct, RowProduct
 

@@ -17,7 +17,6 @@ import numpy as np
 from gguf import GGUFReader
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.models.conversions import write_json, write_weights
 from mlx_server.runtime.models.gguf import WeightFormat
 from mlx_server.runtime.models.gguf.architectures import (
     ROPE_TENSORS,
@@ -28,6 +27,7 @@ from mlx_server.runtime.models.gguf.architectures import (
 )
 from mlx_server.runtime.models.gguf.tokenizer import check_vocabulary, special_ids, write_tokenizer
 from mlx_server.runtime.models.gguf.weights import GROUP_SIZE, bits_of, convert_tensor, expand_tensor
+from mlx_server.runtime.models.made_folders import write_json, write_weights
 from mlx_server.runtime.models.progress import Report
 
 

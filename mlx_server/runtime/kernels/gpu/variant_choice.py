@@ -18,12 +18,12 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec
 from mlx_server.runtime.cache.row_pool import KvBits
+from mlx_server.runtime.kernels.gpu.choice_files import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices, Gather, Seen, Work, make_work
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import attend_rows, read_rows
 from mlx_server.runtime.kernels.gpu.shared_work import SharedWork, make_shared_work
-from mlx_server.runtime.kernels.gpu.stored import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.variants import (
     DTYPES,
     DecodeShape,
