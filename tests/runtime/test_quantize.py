@@ -15,7 +15,7 @@ from mlx_server import LLM
 from mlx_server.config import load_config
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import DownloadError, ModelLoadError
-from mlx_server.runtime.models import conversions
+from mlx_server.runtime.models import made_folders
 from mlx_server.runtime.models.blueprint import load_folder, why_no_vision
 from mlx_server.runtime.models.resolve import find_folder
 from tests.engine_worlds import answers, make_folder, random_prompts
@@ -70,7 +70,7 @@ def test_it_is_done_once_and_again_for_other_weights(folder: Path, monkeypatch: 
 
 def test_weights_are_written_in_several_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dict(tree_flatten(mlx_lm.load(str(found(folder, "4")))[0].parameters()))
-    monkeypatch.setattr(conversions, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(made_folders, "_SHARD_BYTES", 20_000)
     made = found(folder, "8")
     assert len(list(made.glob("model-*.safetensors"))) > 2
     assert dict(tree_flatten(mlx_lm.load(str(made))[0].parameters())).keys() == whole.keys()
@@ -117,7 +117,7 @@ def test_only_what_belongs_to_the_model_is_copied_and_counted(folder: Path, monk
     (folder / "gone.json").symlink_to(folder / "nowhere")
     usage = type("Usage", (), {"free": 4_000_000})
     with monkeypatch.context() as full:
-        full.setattr(conversions.shutil, "disk_usage", lambda _: usage)
+        full.setattr(made_folders.shutil, "disk_usage", lambda _: usage)
         with pytest.raises(DownloadError, match=r"quantizing .* needs up to 0\.01 GB"):
             found(folder, "4")
     made = found(folder, "4")
