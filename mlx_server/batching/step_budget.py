@@ -11,7 +11,7 @@ _FIRST_CHUNK = 4 * BLOCK_SIZE
 """Prompt tokens of a step while no speed is known."""
 
 _ROW_MULTIPLE = 16
-"""Matrix products are made of tiles: 60 rows take longer than 64, on OpenBLAS 1.4 times as long."""
+"""Matrix products are computed in tiles of rows: on a GPU, 60 rows take as long as 64."""
 
 _DECODE_GAIN = 0.5
 _MEMORY = 8 * BLOCK_SIZE

@@ -50,8 +50,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHEAP_ROWS = {True: 32, False: 128}
-"""By whether there is a GPU: the number of rows above which the time of a matrix product grows with it. Below that, the
-time goes into reading the weights on a GPU, and into packing them in OpenBLAS."""
+"""By whether there is a GPU: the prompt tokens whose time is a step's default target. On a GPU, up to so many rows cost
+little more than one, since the time goes into reading the weights. On a CPU, native products cost the same for each row
+from 16 on, but steps have other costs: a target of 32 tokens made the p95 of gaps 9 to 15 % shorter, and prompts up to
+5 % and whole loads up to 3 % slower."""
 
 
 @dataclass(frozen=True, slots=True)
