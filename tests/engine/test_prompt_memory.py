@@ -58,8 +58,6 @@ def test_ids_are_those_of_the_tokenizer(kind: str, tokenizer: Tokenizer):
         text = rng.choice(texts[-6:]) + "".join(rng.choices(PIECES, k=rng.randint(1, 30)))
         texts.append(text[:9000])
         assert memory.encode(text) == subject.encode(text, add_special_tokens=False)
-    assert memory._num_ids == sum(map(len, memory._known.values())) <= 20_000
-    assert memory._known
 
 
 def test_a_turn_costs_the_tokenizer_what_is_new_of_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
