@@ -27,7 +27,7 @@ from tests.conformance import Subject
 from tests.text_worlds import make_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
-TEMPLATES = Path(__file__).parent / "engine" / "chat_templates"
+TEMPLATES = Path(__file__).parent / "engine" / "text" / "chat_templates"
 UNSEEN = [name for name in IMAGE_FAMILIES if name not in ARCHITECTURES]
 """Served by mlx-vlm's code alone."""
 

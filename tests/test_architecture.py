@@ -236,3 +236,14 @@ def test_the_black_box_is_closed_through_what_it_imports():
 )
 def test_what_goes_down_is_allowed(module, source):
     assert violations({module: source}) == []
+
+
+def test_tests_mirror_the_package():
+    """A folder of tests has the name of the folder that it tests, and each floor has one."""
+    tests = ROOT / "tests"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py") if ".venv" not in path.parts}
+    folders -= {Path(), Path("attack"), Path("soak")}  # of the whole server
+    assert folders
+    assert [str(folder) for folder in sorted(folders) if not (ROOT / PACKAGE / folder).is_dir()] == []
+    floors = {folder.name for folder in (ROOT / PACKAGE).iterdir() if (folder / "__init__.py").is_file()}
+    assert floors <= {folder.parts[0] for folder in folders}

@@ -13,7 +13,7 @@ from tests.api.fakes import FakeEngine, say
 from tests.api.real_worlds import RealWorld
 from tests.api.sse import bodies
 from tests.api.worlds import World
-from tests.engine.test_fill_in import QWEN
+from tests.engine.text.test_fill_in import QWEN
 from tests.text_worlds import make_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

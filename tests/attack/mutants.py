@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.api.test_anthropic_fuzz import odd_piece
+from tests.api.anthropic.test_anthropic_fuzz import odd_piece
 from tests.api.test_fuzz import ODD
 from tests.soak.requests import any_ask
 

@@ -1,0 +1,84 @@
+"""The vision encoder fails at an image: that request ends, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from mlx_server.engine.engine import EngineState
+from mlx_server.errors import ServeError
+from mlx_server.runtime import vision
+from tests.engine.vision.test_image_answers import NUM_TOKENS, QUESTION, answer, answers, engine_of
+from tests.vision_worlds import picture, plain_greedy, prompt_of, tiny_vlm
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, image: object, times: int) -> Callable[[], int]:
+    """Has the encoder fail as often at an image; how often it has been asked for it."""
+    encode, asked = vision.encode, 0
+
+    def failing(model, token_ids, inputs):
+        nonlocal asked
+        if inputs is image.inputs:
+            asked += 1
+            if asked <= times:
+                raise RuntimeError("[metal::malloc] no room")
+        return encode(model, token_ids, inputs)
+
+    monkeypatch.setattr(vision, "encode", failing)
+    return lambda: asked
+
+
+@pytest.mark.parametrize("chunk", [None, 11])
+async def test_a_request_whose_image_cannot_be_encoded_ends_alone(monkeypatch, chunk):
+    vlm = tiny_vlm("qwen2_5_vl")
+    bad, good = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 2)
+    others = [
+        prompt_of([range(1, 50)]),
+        prompt_of([range(5, 15), good, QUESTION]),
+        prompt_of([range(90, 97)]),
+    ]
+    failing = prompt_of([range(5, 40), bad, QUESTION, QUESTION, QUESTION])
+    wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in others]
+    async with engine_of("qwen2_5_vl", chunk=chunk) as engine:
+        num_asked = fail_at(monkeypatch, bad, times=1)
+        expected = asyncio.create_task(answer(engine, "bad", failing))
+        assert await answers(engine, others) == wanted
+        with pytest.raises(ServeError, match=r"encoder failed on an image .* RuntimeError: \[metal::malloc\]"):
+            await expected
+        assert num_asked() == 1, "what is left of its chunks asks no more"
+        assert engine.state is EngineState.READY
+        engine.scheduler.check_integrity()
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+        assert await answer(engine, "again", failing) == plain_greedy(vlm, failing, NUM_TOKENS)
+
+
+async def test_nobody_hits_what_was_computed_without_its_image(monkeypatch):
+    vlm, image = tiny_vlm("qwen2_5_vl"), picture("qwen2_5_vl", 1)
+    prompt = prompt_of([range(5, 40), image, QUESTION, QUESTION, QUESTION])
+    wanted = plain_greedy(vlm, prompt, NUM_TOKENS)
+    async with engine_of("qwen2_5_vl", max_num_batched_tokens=256) as engine:
+        fail_at(monkeypatch, image, times=1)
+        said = await asyncio.gather(*[answer(engine, f"r{n}", prompt) for n in range(4)], return_exceptions=True)
+        assert [isinstance(one, ServeError) for one in said].count(True) == 1
+        assert [one for one in said if not isinstance(one, ServeError)] == [wanted] * 3
+        assert engine.stats().num_images_encoded == 2
+
+
+async def test_embeddings_of_cut_images_are_kept_for_one_at_a_time(monkeypatch):
+    prompts = [prompt_of([range(n, n + 3), picture("qwen2_5_vl", n), QUESTION]) for n in (5, 6, 7, 8)]
+    async with engine_of("qwen2_5_vl", chunk=8) as engine:
+        images = engine._loaded_parts().runner.images
+        images.max_bytes = 0
+        held: list[int] = []
+        shrink = images._shrink
+
+        def counting():
+            shrink()
+            held.append(len(images._encoded))
+
+        monkeypatch.setattr(images, "_shrink", counting)
+        await answers(engine, prompts)
+        assert max(held) == 1, "each image takes three chunks"
+        assert engine.stats().num_images_encoded == 4
