@@ -1,5 +1,5 @@
-"""`unshare -rn python -m tests.engine.distributed.switched_off`: two ranks in networks of their own, of which one is cut off.
-Prints how the other one notices."""
+"""`unshare -rn python -m tests.engine.distributed.switched_off`: two ranks in networks of their own, of which one is
+cut off. Prints how the other one notices."""
 
 from __future__ import annotations
 

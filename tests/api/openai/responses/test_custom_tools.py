@@ -10,9 +10,9 @@ from openai.types.responses import Response
 
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from tests.api.fakes import say
-from tests.api.sse import bodies as event_bodies
 from tests.api.openai.responses.test_responses import create, post
 from tests.api.openai.responses.test_responses_agents import watch
+from tests.api.sse import bodies as event_bodies
 from tests.api.worlds import World
 from tests.engine.grammar.test_lark_regex import GOOD_PATCH, PATCH
 

@@ -12,8 +12,8 @@ from openresponses_types.types import ResponseResource
 from pydantic import BaseModel
 
 from tests.api.fakes import say
-from tests.api.sse import bodies as event_bodies
 from tests.api.openai.responses.test_responses import post
+from tests.api.sse import bodies as event_bodies
 from tests.api.worlds import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

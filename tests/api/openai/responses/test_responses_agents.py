@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseInputItemParam
 
 from mlx_server.api.openai.responses.items import KINDS, PASSED_OVER
 from tests.api.fakes import say
-from tests.api.sse import bodies as event_bodies
 from tests.api.openai.responses.test_responses import asked, create, post
+from tests.api.sse import bodies as event_bodies
 from tests.api.worlds import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
