@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from mlx_server.api.auth.access import FREE_PATHS
+from mlx_server.api.auth.authentication import FREE_PATHS
 from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group
 from mlx_server.cli.remote import KEY_VARIABLE, URL_VARIABLE

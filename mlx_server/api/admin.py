@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from mlx_server.api.auth.access import RequireAdmin
+from mlx_server.api.auth.authentication import RequireAdmin
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import JsonRoute
 from mlx_server.api.http.middleware import until_disconnect

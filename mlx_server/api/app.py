@@ -12,12 +12,12 @@ from mlx_server.api.answers.chat_plan import ChatPlanner
 from mlx_server.api.answers.generation_service import GenerationService
 from mlx_server.api.answers.images import ImageLoader
 from mlx_server.api.anthropic import messages
-from mlx_server.api.auth.access import AccessMiddleware
 from mlx_server.api.auth.fleet_quotas import FleetQuotas
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import OpenAIError, error_responses, install_error_handlers
+from mlx_server.api.http.access import AccessMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat

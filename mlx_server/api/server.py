@@ -29,7 +29,7 @@ from sse_starlette.sse import AppStatus
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_server.api.auth.access import FREE_PATHS, exposure_warning, local_url
+from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning, local_url
 from mlx_server.api.http.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGate,

@@ -79,6 +79,7 @@ class ContinuousBatchingScheduler:
         self.blocks = blocks
         self.limits = limits
         self.counters = EngineCounters() if speculation is None else speculation.counters
+        blocks.counters = self.counters  # one object for all parts of the scheduler
         self._is_async = is_async
         self._is_device_shared = is_device_shared
         self._table = RequestTable(blocks, limits, self.counters, speculation)

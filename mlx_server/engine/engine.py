@@ -290,7 +290,7 @@ class AsyncEngine:
             weight_bytes=self._parts.weight_bytes,
             kv_pool_bytes=self._parts.kv_bytes,
             pressure_level=guard.level,
-        ).plus(scheduler.counters, blocks.counters, guard.counters, past)
+        ).plus(scheduler.counters, guard.counters, past)
 
     # --- internals ------------------------------------------------------------------------------------------
 

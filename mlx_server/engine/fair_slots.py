@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -200,3 +200,17 @@ def _start(thread: threading.Thread, stack_bytes: int) -> None:
         thread.start()
     finally:
         threading.stack_size(usual_bytes)
+
+
+async def in_executor(executor: ThreadPoolExecutor, work: Callable[[], T], on_done: Callable[[], object]) -> T:
+    """Runs `work` in a thread, then calls `on_done` on the event loop. If the caller is cancelled, the work goes on and
+    keeps what `on_done` gives back, so that clients that leave early do not get more threads."""
+
+    def done(working: asyncio.Future[T]) -> None:
+        if not working.cancelled():
+            working.exception()  # marks it as retrieved: the caller may be gone
+        on_done()
+
+    working = asyncio.get_running_loop().run_in_executor(executor, work)
+    working.add_done_callback(done)
+    return await asyncio.shield(working)

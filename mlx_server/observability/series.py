@@ -279,6 +279,7 @@ OWN_SERIES: tuple[Family, ...] = (
         "Time of mixed steps beyond that of an average decode-only step.",
         "metrics.prefill_stall_s",
     ),
+    counter("mlx_serve:busy_seconds", "Time in steps, those of a draft model included.", "stats.busy_time_s"),
     counter("mlx_serve:idle_seconds", "Time between steps while requests were running.", "stats.idle_time_s"),
     gauge(
         "mlx_serve:model_memory_bytes{use}",

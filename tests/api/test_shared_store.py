@@ -108,6 +108,33 @@ async def test_tokens_of_all_servers_count(fleet: Fleet):
     assert (await second.ask(key, prompt=[5] * 16)).status_code == 200
 
 
+async def test_a_client_that_leaves_while_the_store_answers_has_nothing_counted_twice(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fleet_quotas, "SYNC_S", 0.3)
+    (key,) = await fleet.start(tokens_per_minute=30)
+    first, second = fleet.servers
+    assert (await first.ask(key)).status_code == 200  # 4 tokens of the output are not reported yet
+    run, has_run, may_go = first.store.run, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any) -> Any:
+        reply = await run(*args)
+        has_run.set()
+        await may_go.wait()
+        return reply
+
+    monkeypatch.setattr(first.store, "run", slow)
+    leaving = asyncio.create_task(first.ask(key))
+    await has_run.wait()
+    leaving.cancel()
+    await asyncio.sleep(0.1)
+    may_go.set()
+    await fleet.reported()
+    refused = await second.ask(key, prompt=[5] * 17)
+    assert (refused.status_code, "14 tokens were used within a minute" in refused.text) == (429, True)
+    assert (await second.ask(key, prompt=[5] * 16)).status_code == 200
+
+
 async def test_wrong_requests_count_and_refused_ones_do_not(fleet: Fleet):
     (key,) = await fleet.start(requests_per_minute=2)
     first, second = fleet.servers

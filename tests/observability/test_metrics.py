@@ -273,6 +273,7 @@ def test_every_count_is_under_its_own_name():
         },
         "mlx_serve:model_calls_total": 12,
         "mlx_serve:prefill_stall_seconds_total": 36.5,
+        "mlx_serve:busy_seconds_total": 28.5,
         "mlx_serve:idle_seconds_total": 29.5,
         "mlx_serve:model_memory_bytes{use=weights}": 1001,
         "mlx_serve:model_memory_bytes{use=kv_pool}": 1002,
@@ -403,9 +404,6 @@ async def test_every_series_of_the_dashboards_is_there_after_one_request(tmp_pat
     assert found["vllm:time_to_first_token_seconds_count"] == 2
     assert found["vllm:request_generation_tokens_sum"] >= 6
     assert found["vllm:iteration_tokens_total_count"] == stats.num_steps
-    assert sum(found[f"mlx_serve:step_time_seconds_sum{{kind={kind}}}"] for kind in ("decode", "prefill", "mixed")) == (
-        pytest.approx(stats.busy_time_s)
-    )
     assert found["vllm:cache_config_info{block_size=32,enable_prefix_caching=True,num_gpu_blocks=32}"] == 1
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlx_server.api.answers.generation import Generation, GenerationJob
-from mlx_server.api.auth.access import caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Grant, Quotas, bounded
 from mlx_server.api.http.request_bounds import check_name

@@ -21,9 +21,8 @@ from urllib.parse import unquote
 
 import httpx
 
-from mlx_server.api.http.text_turns import in_executor
 from mlx_server.config import ServerConfig
-from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_executor
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel

@@ -17,7 +17,7 @@ from fastapi import Request
 
 from mlx_server.api.answers.generation import GenerationJob, Plan, Prompt
 from mlx_server.api.answers.generation_service import lease_engine
-from mlx_server.api.auth.access import caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
 from mlx_server.api.http.middleware import REQUEST_ID_HEADER

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_server.api.auth.keys import Caller, UsageLog
 from mlx_server.api.auth.quotas import (
@@ -37,6 +37,8 @@ from mlx_server.api.auth.quotas import (
 )
 from mlx_server.api.shared_store import SharedStore, StoreAwayError
 from mlx_server.tiers import Tier
+
+T = TypeVar("T")
 
 SYNC_S = 1.0
 LEASE_S = 30.0
@@ -201,7 +203,7 @@ class FleetQuotas(Quotas):
         self._shares: dict[str, _Share] = {}
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def check(self, caller: Caller, demand: Demand) -> None:
         super().check(caller, demand)
@@ -258,7 +260,7 @@ class FleetQuotas(Quotas):
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # the store may be away
         for share in self._shares.values():
             await self._report(share)
 
@@ -290,13 +292,26 @@ class FleetQuotas(Quotas):
                 self._start(self._report(share))
 
     async def _take(self, share: _Share, demand: Demand, least: int) -> _Reply:
+        """If the caller is cancelled, the reply is still waited for and booked, since the store may have counted; the
+        next report gives back what was granted."""
         async with self._store.turn(share.lock):
-            reply = await self._call(share, demand, least)
-            if not reply.refusal:
-                share.num_reported += reply.num_granted
-                share.meter.requests.num_unreported -= 1
-                share.meter.tokens.num_unreported -= demand.num_prompt_tokens
+            calling = self._start(self._call(share, demand, least))
+            try:
+                reply = await asyncio.shield(calling)
+            except asyncio.CancelledError:
+                await asyncio.wait([calling])
+                if calling.exception() is None:
+                    self._book(share, demand, calling.result())
+                raise
+            self._book(share, demand, reply)
             return reply
+
+    @staticmethod
+    def _book(share: _Share, demand: Demand, reply: _Reply) -> None:
+        if not reply.refusal:
+            share.num_reported += reply.num_granted
+            share.meter.requests.num_unreported -= 1
+            share.meter.tokens.num_unreported -= demand.num_prompt_tokens
 
     async def _report(self, share: _Share) -> None:
         """Reports what has changed since the last call; nothing while the store is away."""
@@ -328,10 +343,11 @@ class FleetQuotas(Quotas):
         share.reply = _Reply(refusal.decode(), num_granted, wait_ms / 1000, num_answers, rates, now)
         return share.reply
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _wake(self) -> None:
         if self._timer is None and not self._is_closed:

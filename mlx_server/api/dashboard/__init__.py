@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
-from mlx_server.api.auth.access import PAGE_FILES, RequireAdmin, caller_of
+from mlx_server.api.auth.authentication import PAGE_FILES, RequireAdmin, caller_of
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.auth.keys import Caller, key_file_path
 from mlx_server.api.context import Context, ServerContext
@@ -162,6 +162,7 @@ def _stats(engine: AsyncEngine) -> dict[str, Any]:
     stats, histograms = engine.stats(), engine.metrics.by_name
     return {
         **{field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)},
+        "num_preemptions": stats.num_preemptions,
         "ttft_s": _sums(histograms["time_to_first_token_seconds"]),
         "itl_s": _sums(histograms["inter_token_latency_seconds"]),
         "memory_bytes": stats.weight_bytes + stats.kv_pool_bytes,

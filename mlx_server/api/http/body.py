@@ -18,10 +18,11 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mlx_server.api.auth.access import HeldBody, caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_info
+from mlx_server.api.http.access import HeldBody
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import parse_json
 from mlx_server.api.http.text_turns import TextTurn

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlx_server.api.auth.access import FREE_PATHS
+from mlx_server.api.auth.authentication import FREE_PATHS
 from mlx_server.api.errors import error_info
 from mlx_server.api.http.middleware import REQUEST_ID_HEADER, request_id
 from mlx_server.api.http.sse import PIECE_WRITER

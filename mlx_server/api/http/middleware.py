@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_server.api.auth.access import PROBE_PATHS
+from mlx_server.api.auth.authentication import PROBE_PATHS
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Quotas, quota_headers
 from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, error_info

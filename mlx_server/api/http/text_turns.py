@@ -18,26 +18,12 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_executor
 
 T = TypeVar("T")
 
 _IDLE_S = 0.25
 """A turn ends by itself when its request waits this long for something else, like a model that is loading."""
-
-
-async def in_executor(executor: ThreadPoolExecutor, work: Callable[[], T], on_done: Callable[[], None]) -> T:
-    """Runs `work` in a thread, then calls `on_done` on the event loop. If the caller is cancelled, the work goes on and
-    keeps what `on_done` gives back, so that clients that leave early do not get more threads."""
-
-    def done(working: asyncio.Future[T]) -> None:
-        if not working.cancelled():
-            working.exception()  # marks it as retrieved: the caller may be gone
-        on_done()
-
-    working = asyncio.get_running_loop().run_in_executor(executor, work)
-    working.add_done_callback(done)
-    return await asyncio.shield(working)
 
 
 class TextWorkers:
@@ -57,10 +43,7 @@ class TextWorkers:
         slot = await self._parser_slots.acquire(requester)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        try:
-            return await loop.run_in_executor(self._parser, work)
-        finally:
-            loop.call_later(loop.time() - start_s, slot.release)
+        return await in_executor(self._parser, work, lambda: loop.call_later(loop.time() - start_s, slot.release))
 
 
 class TextTurn:

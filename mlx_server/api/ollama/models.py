@@ -20,7 +20,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from mlx_server.api.admin import begin_pull
-from mlx_server.api.auth.access import RequireAdmin, caller_of
+from mlx_server.api.auth.authentication import RequireAdmin, caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_info
 from mlx_server.api.http import sse

@@ -21,7 +21,7 @@ from fastapi import Request
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.auth.access import caller_of, require_admin
+from mlx_server.api.auth.authentication import caller_of, require_admin
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name

@@ -18,7 +18,7 @@ from mlx_server.api.answers.chat_plan import Read
 from mlx_server.api.answers.collect import Answer, collect
 from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, Plan, Prompt
 from mlx_server.api.answers.generation_service import lease_engine
-from mlx_server.api.auth.access import caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext

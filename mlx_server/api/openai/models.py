@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from mlx_server.api.auth.access import caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.engine.embeddings import capabilities
 from mlx_server.pool.catalog import Offer

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_server.api.answers.chat_plan import ChatCall
 from mlx_server.api.answers.generation import Prompt, Truncation
 from mlx_server.api.answers.generation_service import lease_engine
-from mlx_server.api.auth.access import caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import at_most

@@ -149,8 +149,8 @@ class PagedBlockManager(BlockPool):
         return prefix.num_idle + self._num_missing(prefix.tables(), num_tokens)
 
     def num_freed_in_turn(self, request_ids: Iterable[str], keep: Iterable[Block] = ()) -> Iterator[int]:
-        """Yields how many blocks are free once all detached ones are given back, then once those of the first request
-        are, too, of the second, and so on: one number more than requests. Blocks in `keep` count as held."""
+        """Yields how many blocks become free if all detached ones are given back, then if those of the first request
+        are, too, then of the second, and so on: one number more than requests. Blocks in `keep` count as held."""
         kept = set(keep)
         num_holds: Counter[Block] = Counter()
         num_freed = 0

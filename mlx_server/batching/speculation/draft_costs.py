@@ -173,8 +173,8 @@ class StepRoom(NamedTuple):
 
     The time of prompts in the step does not count, and a request that computes its prompt counts as if it decoded, as
     it soon will. The time that drafts take is lost to prompts, so drafts pay off only if their tokens would take longer
-    later. Drafts counted as cheap, because such a step is long anyway, made four streams beside prompts of 1,500 tokens
-    up to a fifth slower overall (in the simulator, with costly rows).
+    later. (Counting them as cheap, because such a step is long anyway, was tried: four streams beside prompts of 1,500
+    tokens became up to a fifth slower overall, in the simulator, with costly rows.)
 
     `num_known` is for models with recurrent state, which cannot be cut back: each drafting request's known tokens
     before its drafts. If a draft is wrong, all tokens of the chunk before it are computed again with the next ones.

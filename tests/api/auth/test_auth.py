@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from mlx_server.api.auth.access import exposure_warning, is_loopback, local_url
+from mlx_server.api.auth.authentication import exposure_warning, is_loopback, local_url
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError

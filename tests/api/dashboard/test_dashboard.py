@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from mlx_server.api.auth.access import PAGE_FILES
+from mlx_server.api import dashboard
+from mlx_server.api.auth.authentication import PAGE_FILES
 from mlx_server.config import CacheConfig, Config, ModelConfig, ServerConfig
 from mlx_server.errors import EngineDeadError
 from mlx_server.model_entries import ModelEntry
@@ -97,6 +100,9 @@ async def test_a_request_is_seen_while_it_runs_and_when_it_has_ended(served: Sit
     assert request["effective_priority"] == pytest.approx(1.0 - 0.1 * request["age_s"], abs=0.01)
     assert model["tiers"] == [{"name": "default", "running": 1, "waiting": 0}]
     assert model["stats"]["num_running"] == 1
+    drawn = re.findall(r"\bstats\.(\w+)", (Path(dashboard.__file__).parent / "page.js").read_text(encoding="utf-8"))
+    assert len(drawn) > 10
+    assert set(drawn) <= set(model["stats"])
     states = model["stats"]["block_map"]
     assert len(states) == BLOCKS
     assert states.count("2") == BLOCKS - model["stats"]["num_free_blocks"] >= 4

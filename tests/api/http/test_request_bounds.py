@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.api.auth import access
+from mlx_server.api.http import access
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.http import request_bounds
 from mlx_server.api.http.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
@@ -203,6 +203,22 @@ async def test_bodies_are_parsed_one_at_a_time_by_priority_and_key_in_turn():
     may_go.set()
     await asyncio.gather(*reads)
     assert done == ["greedy 0", "high", "greedy 1", "modest", "greedy 2", "greedy 3"]
+
+
+async def test_a_client_that_leaves_while_its_body_is_parsed_keeps_the_turn():
+    workers, may_go, order = TextWorkers(8), threading.Event(), []
+    gone = asyncio.create_task(workers.parse(Requester("gone"), lambda: order.append(may_go.wait(5))))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    low = asyncio.create_task(workers.parse(Requester("low", Priority.LOW), lambda: order.append("low")))
+    high = asyncio.create_task(workers.parse(Requester("high", Priority.HIGH), lambda: order.append("high")))
+    await asyncio.sleep(0.05)
+    assert workers._parser._work_queue.qsize() == 0  # they wait for the turn, and not in the thread's own queue
+    may_go.set()
+    await asyncio.gather(low, high)
+    assert order == [True, "high", "low"]
 
 
 def caller(identity: str, priority: Priority) -> Caller:

@@ -343,7 +343,7 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
     run(world)
 
 
-def test_settings_that_keep_nothing_are_named(tmp_path, caplog):
+def test_settings_that_keep_nothing_are_named(tmp_path, caplog, monkeypatch):
     folder, disk = make_folder(tmp_path / "model"), tmp_path / "disk"
     (prompt,) = random_prompts([NUM_TOKENS])
 
@@ -352,7 +352,8 @@ def test_settings_that_keep_nothing_are_named(tmp_path, caplog):
             pass
         assert "kv_disk_dir and kv_disk_bits have no effect without kv_disk" in caplog.text
         assert not disk.exists()
-        async with serving(folder, disk, kv_disk="9KB") as engine:
+        monkeypatch.setattr("mlx_server.kv_disk.disk._limit", lambda files, size: 9000)
+        async with serving(folder, disk) as engine:
             await answer(engine, prompt)
         assert re.search(
             r"--kv-disk is 9,000 bytes, and one of its blocks or states takes [1-9]\d,\d{3}\.", caplog.text

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall
-from mlx_server.api.auth.access import caller_of
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES

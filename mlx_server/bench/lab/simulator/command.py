@@ -56,7 +56,7 @@ def summarize(metrics: SimulationMetrics) -> str:
         f"prefix hits {_rate(metrics.hit_rate)} ({counters.num_prompt_tokens_from_disk:,} tokens from disk), "
         f"{counters.num_prompt_tokens_computed:,} of "
         f"{counters.num_prompt_tokens:,} prompt tokens computed; {counters.num_preemptions:,} preemptions, "
-        f"{metrics.num_evictions:,} evictions.",
+        f"{counters.num_block_evictions:,} evictions.",
     ]
     if counters.num_drafts:
         num_drafted, share = counters.num_draft_tokens, _share(counters.num_accepted_tokens, counters.num_draft_tokens)
@@ -107,7 +107,7 @@ def render_variants(found: Mapping[str, SimulationMetrics]) -> str:
     )
 
 
-_COUNTS = ("num_finished", "num_refused", "num_evictions", "num_most_waiting", "num_checks")
+_COUNTS = ("num_finished", "num_refused", "num_most_waiting", "num_checks")
 _TIMES = ("elapsed_s", "host_s", "busy_s", "output_rate", "hit_rate", "mean_ttft_s")
 
 

@@ -53,7 +53,6 @@ class SimulationMetrics:
     busy_s: float = 0.0
     host_s: float = 0.0
     num_checks: int = 0
-    num_evictions: int = 0
     num_most_waiting: int = 0
 
     @property
@@ -199,7 +198,6 @@ class Simulation:
         self._check_end()
         self.metrics.elapsed_s = self._now
         self.metrics.host_s = time.perf_counter() - start_s
-        self.metrics.num_evictions = self.scheduler.blocks.counters.num_block_evictions
         return self.metrics
 
     def _advance(self, until_s: float) -> None:
