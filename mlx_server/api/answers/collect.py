@@ -59,8 +59,8 @@ def usage_of(events: Collection[OutputEvent], n: int = 1) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of a job, in order of their index: an event each, with all of the choice's output, whose calls have
-    one piece each."""
+    """All choices of a job, in order of their index: an event each, with all of the choice's output in `content`,
+    `reasoning` and `tool_calls` (a piece for each call). Its `delta` is that of the last step."""
 
     choices: tuple[OutputEvent, ...]
     usage: Usage

@@ -36,7 +36,7 @@ _MAX_CACHED_CHARS = 256 * 1024
 """Limits the sources of all cached grammars together: long ones may take a hundred megabytes."""
 
 _LEAST_CHARS = _MAX_CACHED_CHARS // 128
-"""What a grammar counts at least."""
+"""What a grammar counts at least, so that at most 128 are kept."""
 
 _STACK_BYTES = 256 * 2**20
 """Three times what the deepest grammars of `MAX_SOURCE_CHARS` need; a stack overflow in native code ends the process.

@@ -39,11 +39,13 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 10.0
 """How long unloading a model may take to save its prefixes."""
 
-_NAME = "fingerprints.json"
+_FINGERPRINTS = "fingerprints.json"
+"""The file with the digests of model files, so that they are read once."""
+
 _MAX_REMEMBERED = 1000
 _MAX_BYTES = 16 * 2**20
 _CHUNK_BYTES = 16 * 2**20
-_PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
+_WEIGHTS_AND_CODE = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
 
 def disk_folder(settings: MemoryConfig) -> Path:
@@ -99,7 +101,7 @@ async def join_disk(
         return None
     rounding = _rounding(config, contents.dtype(), runner.cache.block_bytes)
     is_merged = merged_adapter(config.model.adapters) is not None
-    model_key = json.dumps(  # as one text, which no other list makes
+    model_key = json.dumps(  # unambiguous: no other list gives this text
         [
             str(FORMAT_VERSION),
             str(BLOCK_SIZE),
@@ -189,7 +191,7 @@ def fingerprint(folder: Path, files: Files) -> str:
     known = _remembered(files)
     digest = xxhash.xxh3_128()
     seen: dict[str, str] = {}
-    for path in sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in _WEIGHTS_AND_CODE for path in folder.glob(pattern)}):
         stat = path.stat()
         key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
         seen[key] = known.get(key) or _content_digest(path)
@@ -197,7 +199,7 @@ def fingerprint(folder: Path, files: Files) -> str:
     if not seen.keys() <= known.keys():
         kept = list({**known, **seen}.items())[-_MAX_REMEMBERED:]
         with contextlib.suppress(OSError):  # on a full disk, all files are read again after the next start
-            files.replace(_NAME, json.dumps(dict(kept)).encode())
+            files.replace(_FINGERPRINTS, json.dumps(dict(kept)).encode())
     return digest.hexdigest()
 
 
@@ -211,7 +213,7 @@ def _content_digest(path: Path) -> str:
 
 def _remembered(files: Files) -> dict[str, str]:
     try:
-        (text,) = files.read(_NAME, [0], _MAX_BYTES)
+        (text,) = files.read(_FINGERPRINTS, [0], _MAX_BYTES)
         known = json.loads(text)
         return {str(key): str(value) for key, value in known.items()}
     except (FileNotFoundError, ValueError, AttributeError):

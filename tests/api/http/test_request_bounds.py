@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.api.http import access
 from mlx_server.api.auth.keys import Caller
-from mlx_server.api.http import request_bounds
+from mlx_server.api.http import access, request_bounds
 from mlx_server.api.http.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
 from mlx_server.api.http.request_bounds import (
     MAX_BACKSLASHES,
