@@ -4,7 +4,6 @@ counts."""
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
@@ -316,13 +315,13 @@ class EngineCounters:
     num_prompt_tokens_from_disk: int = 0
     num_generated_tokens: int = 0
     num_tokens_recomputed: int = 0
-    preemptions_by_tier: Counter[str] = field(default_factory=Counter)
+    preemptions_by_tier: dict[str, int] = field(default_factory=dict)
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_accepted_by_place: Counter[int] = field(default_factory=Counter)
+    num_accepted_by_place: dict[int, int] = field(default_factory=dict)
     num_draft_errors: int = 0
     num_block_evictions: int = 0
     num_pool_growths: int = 0

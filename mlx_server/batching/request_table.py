@@ -285,7 +285,8 @@ class RequestTable:
         request.num_computed_tokens = 0
         request.num_in_flight = 0
         request.num_preemptions += 1
-        self._counters.preemptions_by_tier[request.tier] += 1
+        by_tier = self._counters.preemptions_by_tier
+        by_tier[request.tier] = by_tier.get(request.tier, 0) + 1
         request.was_sought_on_disk, request.num_blocks_lacked = False, 0
         if self.speculation is not None:
             self.speculation.release(request)

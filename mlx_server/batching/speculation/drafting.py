@@ -6,7 +6,6 @@ that token. So at any temperature, drafts only change how long an output takes, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -81,7 +80,7 @@ class Speculation:
         self.num_spares = num_spares
         self.model = model
         self.costs = RowCosts()
-        self.counters = EngineCounters(num_accepted_by_place=Counter(dict.fromkeys(range(max_draft_tokens), 0)))
+        self.counters = EngineCounters(num_accepted_by_place=dict.fromkeys(range(max_draft_tokens), 0))
         self._drafter = drafter
         self.max_draft_tokens = max_draft_tokens
         self.wait_s = 0.0

@@ -24,7 +24,7 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.request_stream import GenerationRequest, make_request
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.vision import decoding, seeing
+from mlx_server.engine.vision import decoding
 from mlx_server.engine.vision.parts import UNREADABLE_NOTE
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ContextLengthError
@@ -296,7 +296,7 @@ async def test_images_are_bounded_in_bytes(seer: World, monkeypatch: pytest.Monk
 
 async def test_images_of_all_open_requests_are_bounded(seer: World, monkeypatch: pytest.MonkeyPatch):
     """Counted once while anybody has them, and no longer."""
-    monkeypatch.setattr(seeing, "MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(seer.engine.vision._kept, "_limit", 0)
     monkeypatch.setattr(images, "MAX_HELD_BYTES", 300_000)  # of 112,920 for each
 
     async def send(*seeds: int) -> Any:

@@ -418,7 +418,7 @@ def test_settings_that_cannot_be_are_reported(settings, message):
 
 def test_events_without_their_libraries_are_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"needs the package zmq. .*mlx-server\[fleet\]"):
+    with pytest.raises(ConfigError, match=r"needs the package zmq. .*pip install .\.\[fleet\]"):
         KvEvents(FleetConfig(kv_events="tcp://127.0.0.1:0"))
 
 

@@ -148,7 +148,7 @@ def test_equal_images_have_equal_digests_and_others_other_ones(tmp_path: Path):
 def test_an_image_that_was_seen_is_not_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = load(QWEN, tmp_path)
     first = model.prepare(encoded(picture(0)))
-    monkeypatch.setattr(seeing, "MAX_KEPT_BYTES", first.num_bytes * 2)
+    monkeypatch.setattr(model._kept, "_limit", first.num_bytes * 2)
     assert model.prepare(encoded(picture(0))) is first
     model.prepare(encoded(picture(1)))
     assert model.prepare(encoded(picture(0))) is first
