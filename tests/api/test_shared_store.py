@@ -72,9 +72,6 @@ async def test_a_burst_over_two_servers_cannot_pass_all_at_once(fleet: Fleet):
 
 
 async def test_what_is_left_is_reported_for_all_servers(fleet: Fleet):
-    monkeypatch.setattr(
-        fleet_quotas, "SYNC_S", 0.3
-    )  # so that the second answer's output is not reported before its end
     (key,) = await fleet.start(requests_per_minute=3, tokens_per_minute=100)
     first, second = fleet.servers
     await first.ask(key)
