@@ -151,18 +151,24 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def instruction_set() -> str | None:
-    """The best of `_X86_SETS` that this CPU has, or the one that `MLX_SERVE_CPU_ISA` names. None on other processors:
-    the compiler's default target has what is used (NEON)."""
+def instruction_sets() -> list[str]:
+    """The x86 instruction sets that this CPU has, best first. None on other processors: the compiler's default target
+    has what is used (NEON)."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    forced = os.environ.get(ISA_VARIABLE)
-    if forced is not None:
-        if forced not in _X86_SETS:
-            raise NativeBuildError(f"{ISA_VARIABLE} is {forced!r}; it must be one of {', '.join(_X86_SETS)}")
-        return forced
+        return []
     features = _features()
-    return next(name for name, needed in _X86_SETS.items() if needed <= features)
+    return [name for name, needed in _X86_SETS.items() if needed <= features]
+
+
+def instruction_set() -> str | None:
+    """The best of `instruction_sets`, or the one that `MLX_SERVE_CPU_ISA` names; None if there are none."""
+    present = instruction_sets()
+    forced = os.environ.get(ISA_VARIABLE)
+    if not present or forced is None:
+        return present[0] if present else None
+    if forced not in _X86_SETS:
+        raise NativeBuildError(f"{ISA_VARIABLE} is {forced!r}; it must be one of {', '.join(_X86_SETS)}")
+    return forced
 
 
 def _set_flags() -> list[str]:
