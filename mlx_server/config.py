@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
+from mlx_server.combinations import check_combinations
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
 from mlx_server.model_entries import Adapter, ModelEntry, parse_adapters, read_models
@@ -338,6 +339,10 @@ class Config:
     def for_model(self, entry: ModelEntry) -> Config:
         """The settings of one of several models."""
         own: dict[str, dict[str, Any]] = {"model": {}, "cache": {}}
+        if "kv_cache_memory" in entry.overrides:  # the pool has one size, and the model's own wins
+            own["cache"]["num_kv_blocks"] = None
+        elif "num_kv_blocks" in entry.overrides:
+            own["cache"]["kv_cache_memory"] = "auto"
         for setting in _model_settings():
             if setting.name in entry.overrides:
                 own[setting.section][setting.name] = entry.overrides[setting.name]
@@ -386,12 +391,7 @@ def load_config(
                 parsed = read_text(_SECTIONS[setting.section], setting.name, str(value), source)
                 _check_one_way({setting.name: parsed}, config.models)
                 config = _replaced(config, {setting.section: {setting.name: parsed}})
-    has_draft = config.model.draft_model or any("draft_model" in entry.overrides for entry in config.models)
-    if config.scheduler.speculate == "model" and not has_draft:
-        raise ConfigError("speculate is `model`, but no model has a draft_model; give one with --draft-model.")
-    if config.server.api_key_tier not in config.tiers:
-        name = config.server.api_key_tier
-        raise ConfigError(f"api_key_tier is {name}, which is not declared{nearest(name, config.tiers)}")
+    check_combinations(config)
     return config
 
 

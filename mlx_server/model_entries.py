@@ -111,7 +111,13 @@ def _entry(table: Mapping[str, Any], overridable: Mapping[str, type], where: str
     }
     values = {name: value for name, value in table.items() if name in own}
     last_part = str(table["model"]).rstrip("/").rpartition("/")[2]
-    return read_table(ModelEntry, {"id": last_part, **values}, where, overrides=overrides)
+    entry = read_table(ModelEntry, {"id": last_part, **values}, where, overrides=overrides)
+    if entry.pinned and entry.idle_ttl_s:
+        raise ConfigError(
+            f"{where}: idle_ttl_s is {entry.idle_ttl_s:g}, and pinned is true, which keeps the model loaded when it is "
+            "idle: leave one of them out."
+        )
+    return entry
 
 
 def _check_names(entries: Iterable[ModelEntry], source: str) -> None:

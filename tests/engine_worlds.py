@@ -38,7 +38,8 @@ def make_llm(architecture: str, **settings: Any) -> LLM:
     themselves and many tests count steps."""
     model, config = built(architecture)
     loaded = LoadedModel(architecture, model, dict(config), None)
-    return LLM(loaded, **{"kv_cache_memory": "8MB", "max_model_len": 1024, "speculate": "off", **settings})
+    size = {} if "num_kv_blocks" in settings else {"kv_cache_memory": "8MB"}
+    return LLM(loaded, **{**size, "max_model_len": 1024, "speculate": "off", **settings})
 
 
 def make_folder(path: Path, architecture: str = "llama") -> Path:

@@ -18,6 +18,7 @@ VOCABULARY = {
     "sampling_params",
     "outputs",
     "config",
+    "combinations",
     "fleet",
     "setting",
     "tiers",

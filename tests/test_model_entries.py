@@ -60,6 +60,10 @@ def test_the_example_is_valid_and_shown_as_it_is_read(tmp_path):
         ('[[models]]\nmodel = "a"\nport = 1', "unknown key port"),
         ('[[models]]\nmodel = "a"\nserved_model_name = "b"', "served_model_name is not allowed in .*; use id"),
         ('[[models]]\nmodel = "a"\nidle_ttl_s = -1', "idle_ttl_s is -1; it should be greater than or equal to 0"),
+        (
+            '[[models]]\nmodel = "a"\npinned = true\nidle_ttl_s = 9',
+            r"\[\[models\]\] 1: idle_ttl_s is 9, and pinned is true",
+        ),
         ('[model]\nmodel = "b"\n[[models]]\nmodel = "a"', "give either one model or several"),
     ],
 )

@@ -38,6 +38,7 @@ from mlx_server.api.http.connections import (
     room_for_connections,
 )
 from mlx_server.api.http.listener import check_tls, scheme, tls_files
+from mlx_server.combinations import without_effect
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import leave, set_up_logging
@@ -72,6 +73,8 @@ def serve(config: Config, listeners: Sequence[socket.socket], make_pool: Callabl
     may import what takes seconds.
     """
     _set_up_logging(config.server)
+    for fault in without_effect(config):
+        logger.warning("%s", fault)
     _dump_stacks_on_request()
     # Streams end by draining; sse-starlette would cut them when uvicorn begins to stop.
     AppStatus.enable_automatic_graceful_drain = False

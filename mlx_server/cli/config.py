@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mlx_server.combinations import without_effect
 from mlx_server.config import Config, load_config, settings
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
@@ -45,7 +47,10 @@ def run_check(args: argparse.Namespace) -> int:
         if args.config is not None:
             raise ConfigError(f"The file is {args.file}, and --config is {args.config}: give one of them.")
         args.config = args.file
-    print(effective_document(config_from(args)), end="")
+    config = config_from(args)
+    print(effective_document(config), end="")
+    for fault in without_effect(config):
+        print(f"mlx-serve: warning: {fault}", file=sys.stderr)
     return 0
 
 

@@ -115,6 +115,19 @@ class Catalog:
             if name not in self._by_name:
                 yield Offer(self._spec_of(name, name))
 
+    def missing(self) -> Iterator[str]:
+        """A sentence for each name in the settings that stands for nothing yet: folders of models, and models of tiers.
+        Looks on disk."""
+        for folder in _folders(self._config.pool):
+            if not folder.is_dir():
+                yield f"model_folders names {folder}, which is not a folder."
+        for tier in self._config.tiers.values():
+            for name in tier.models or ():
+                try:
+                    self.offer(name)
+                except ModelNotFoundError as error:
+                    yield f"[tiers.{tier.name}] allows a model that is not served: {error.message}"
+
     def _check_adapter(self, name: str) -> None:
         """Raises `ModelNotFoundError` that lists the offers of a model, if only the adapter in the name is unknown."""
         base = name.rpartition(":")[0] or name

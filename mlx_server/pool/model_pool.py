@@ -379,6 +379,8 @@ class ModelPool:
 def build_pool(config: Config) -> ModelPool:
     """The pool that `config` describes, with nothing loaded. Raises `ConfigError`."""
     catalog, events = Catalog(config), open_events(config)
+    for fault in catalog.missing():
+        logger.warning("%s", fault)
     around = replace(Surroundings.alone(config.memory), events=events)
     if config.fleet.tensor_parallel_size > 1:
         from mlx_server.engine.distributed.leader import gather_ranks  # needs the extra `fleet`

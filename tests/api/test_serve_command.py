@@ -109,6 +109,18 @@ async def test_a_wrong_setting_has_the_status_of_one_whenever_it_is_found(tmp_pa
         assert f"{missing} cannot be read" in errors.decode()
 
 
+async def test_settings_that_change_nothing_are_named_in_the_log(tmp_path: Path):
+    (tmp_path / "settings.toml").write_text('[tiers.a]\nmodels = ["random:mini", "nope"]\n[pool]\nidle_ttl_s = 60\n')
+    # A wrong file of keys ends the server before it loads a model.
+    flags = ("--config", str(tmp_path / "settings.toml"), "--api-key-file", str(tmp_path / "missing"))
+    async with python(tmp_path, "-m", "mlx_server", "serve", *MODEL, "--port", "0", *flags) as process:
+        errors = (await process.communicate())[1].decode()
+    faults = re.findall(r"WARNING +\S+: (.*)", errors)
+    assert len(faults) == 2, errors
+    assert faults[0].startswith("idle_ttl_s is 60.0, which has no effect without")
+    assert "The model `nope` does not exist." in faults[1]
+
+
 async def test_a_server_whose_output_nobody_reads_any_more_goes_on(tmp_path: Path):
     """As after `mlx-serve serve 2>&1 | head -1`, or in a terminal that was closed."""
     async with python(tmp_path, "-m", "mlx_server", "serve", *MODEL, "--port", "0") as process:

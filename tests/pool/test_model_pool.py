@@ -30,6 +30,7 @@ from mlx_server.pool.catalog import Catalog
 from mlx_server.pool.model_pool import Lease, ModelPool
 from mlx_server.pool.pooled_model import ModelState
 from mlx_server.runtime.memory import MemoryReading
+from mlx_server.tiers import Tier
 from tests.api.worlds import until
 
 MIB = 2**20
@@ -202,6 +203,31 @@ async def test_folders_and_pulled_models_are_offered_only_where_they_are_asked_f
     assert open_.pool.find("pulled").spec.root == str(tmp_path / "home" / "models" / "pulled")
     for world in (closed, open_):
         await world.pool.stop(0.0)
+
+
+async def test_names_in_settings_that_stand_for_nothing_are_reported(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    model_folder(tmp_path / "home" / "models" / "pulled")
+    model_folder(tmp_path / "folder" / "own")
+    adapter = {"adapter": f"terse={tmp_path}"}
+    entries = (
+        ModelEntry(id="a", model="/models/a", aliases=("b",), overrides=adapter),
+        ModelEntry(id="c", model="o/c"),
+    )
+    served = ("a", "b", "/models/a", "a:terse", "b:terse", "o/c")
+    tiers = {"all": Tier(name="all"), "some": Tier(name="some", models=(*served, "c:terse", "own", "pulled", "nope"))}
+
+    def missing(**pool: Any) -> list[str]:
+        return list(Catalog(Config(models=entries, tiers=tiers, pool=PoolConfig(**pool))).missing())
+
+    found = missing()
+    assert [sentence.split("`")[1] for sentence in found] == ["c:terse", "own", "pulled", "nope"]
+    start = "[tiers.some] allows a model that is not served: The model `"
+    assert all(sentence.startswith(start) for sentence in found)
+    folders = f"{tmp_path / 'folder'}:{tmp_path / 'none'}"
+    found = missing(model_folders=folders, pulled_models=True)
+    assert found[0] == f"model_folders names {tmp_path / 'none'}, which is not a folder."
+    assert [sentence.split("`")[1] for sentence in found[1:]] == ["c:terse", "nope"]
 
 
 # --- loading ----------------------------------------------------------------------------------------------------
