@@ -61,7 +61,7 @@ def add_json_argument(parser: argparse.ArgumentParser, what: str = "all figures"
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the server to measure and its model."""
     add = parser.add_argument
-    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="URL of the server, with /v1 or without")
+    add("--url", type=server_url, default="http://127.0.0.1:8000", help="URL of the server, with /v1 or without")
     add("--model", help="model to request; default: the first that the server lists")
 
 

@@ -64,12 +64,12 @@ async def _run(args: argparse.Namespace) -> int:
     key = api_key(args)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     requests = make_requests(args.num_requests, args.max_prompt_words, args.max_tokens, args.seed)
-    async with httpx.AsyncClient(base_url=args.base_url, headers=headers, timeout=None) as http:
+    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=None) as http:
         try:
             equal = await count_equal(http, args.model, requests, args.max_batch, args.seed)
             counts = read_counters((await http.get("/metrics")).text)
         except httpx.HTTPError as error:
-            raise ServeError(f"{args.base_url} cannot be measured: {error or type(error).__name__}") from error
+            raise ServeError(f"{args.url} cannot be measured: {error or type(error).__name__}") from error
     print(f"{equal} of {len(requests)} answers are equal, token for token and log-probability for log-probability")
     print("; ".join(f"{name}_total: {counts[name]}" for name in _COUNTERS if name in counts))
     return 0 if equal == len(requests) else 1

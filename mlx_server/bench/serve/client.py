@@ -205,7 +205,7 @@ async def list_models(target: Target, api_key: str | None) -> list[str]:
         return [str(card["id"]) for card in cards]
     except httpx.ConnectError as error:
         raise ServeError(
-            f"{target.base_url} cannot be measured: no server answers there. Start one, or set --base-url."
+            f"{target.base_url} cannot be measured: no server answers there. Start one, or set --url."
         ) from error
     except httpx.HTTPError as error:
         raise ServeError(f"{target.base_url} cannot be measured: {error or type(error).__name__}") from error

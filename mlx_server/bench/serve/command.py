@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         check_plotting()
     name = args.dataset.name if args.dataset else args.workload
     load = make_load(args, name, dataset=args.dataset, tiers=args.tier)
-    result = _measure_with_progress(make_target(args, args.base_url, args.model), load)
+    result = _measure_with_progress(make_target(args, args.url, args.model), load)
     write_json(args.json, result)
     if args.plot is not None:
         write_charts(result, args.plot)

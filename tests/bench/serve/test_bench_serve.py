@@ -20,6 +20,7 @@ from mlx_server.bench.serve.client import CHAT, RequestRecord, StreamClient, Tar
 from mlx_server.bench.serve.report import ARRAYS, render, render_summary, summarise
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, describe_intrusion, measure, send_all
 from mlx_server.bench.serve.workloads import SHAPES, Prompts, Session, Shape, Span, Turn, user_message
+from mlx_server.cli.main import main
 from mlx_server.errors import ConfigError, ServeError
 
 
@@ -551,8 +552,15 @@ def test_a_server_that_is_no_openai_server_is_named(monkeypatch):
 
 def test_a_server_that_is_not_there_is_named(unused_tcp_port):
     target = Target(base_url=f"http://127.0.0.1:{unused_tcp_port}")
-    with pytest.raises(ServeError, match=r"cannot be measured: no server answers there. Start one, or set --base-url"):
+    with pytest.raises(ServeError, match=r"cannot be measured: no server answers there. Start one, or set --url"):
         asyncio.run(measure(target, load_of(SHAPES["random"])))
+
+
+@pytest.mark.parametrize("verb", ["serve", "invariance"])
+def test_commands_that_measure_one_server_take_its_url(verb, unused_tcp_port, capsys):
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    assert main(["bench", verb, "--url", url]) == 1
+    assert f"{url} cannot be measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
