@@ -229,11 +229,13 @@ async def test_a_step_on_the_event_loop_is_short(folders: dict[int, str]) -> Non
     assert len(calls.files(_LOOP)) <= _MAX_FILES, calls.table(_LOOP)
 
 
+@pytest.mark.slow
 async def test_a_further_stream_adds_only_what_is_its_own(folders: dict[int, str]) -> None:
     one, five = await _calls(folders[2], 1), await _calls(folders[2], 5)
     assert (five.a_step(_LOOP) - one.a_step(_LOOP)) / 4 <= _MAX_CALLS_A_STREAM, five.table(_LOOP)
 
 
+@pytest.mark.slow
 async def test_a_token_over_http_is_a_few_calls_and_a_step_one_write_a_connection(
     folders: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

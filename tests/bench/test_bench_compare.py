@@ -117,6 +117,7 @@ def test_the_intruder_is_judged_by_the_gaps_it_makes():
 # -- servers
 
 
+@pytest.mark.slow
 def test_turns_interleave_and_every_turn_has_a_server_of_its_own(tmp_path, capsys):
     pids = {name: tmp_path / name for name in ("a", "b")}
     argv = [f"--server={name}={COMMAND} {token_ms} {pids[name]}" for name, token_ms in (("a", 0), ("b", 30))]

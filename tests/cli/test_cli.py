@@ -17,6 +17,7 @@ from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group, main, run
 from mlx_server.config import Config, ServerConfig, load_config, settings
 from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
+from tests.homes import with_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -233,7 +234,7 @@ def test_pull_prints_the_folder_alone(monkeypatch, capsys, tmp_path):
 
 
 def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("MLX_SERVE_HOME", str(with_kernels(tmp_path)))
     (config.home() / "models" / "mine").mkdir(parents=True)
     (config.home() / "models" / "mine" / "config.json").touch()
     (config.home() / "models" / "mine" / "model.safetensors").write_bytes(bytes(10_000_000))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mlx_server import LLM
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.runtime.models.loader import load
@@ -22,6 +24,7 @@ PROMPTS = (
 NUM_TOKENS = 16
 
 
+@pytest.mark.slow
 @on_the_cpu
 def test_greedy_answers_equal_mlx_lms(bundled_model: Path) -> None:
     loaded = load(str(bundled_model))

@@ -134,7 +134,7 @@ def _round(llm: LLM, adapters: Iterable[str], rng: random.Random, known: list[tu
     ("architecture", "settings"),
     [
         ("llama", {"num_kv_blocks": 8}),
-        ("qwen3_next", {"num_kv_blocks": 8}),
+        pytest.param("qwen3_next", {"num_kv_blocks": 8}, marks=pytest.mark.slow),
         ("gemma3_text", {}),
         # batch invariant, or what is rounded otherwise may fall into other bits; there are no adapters then
         ("qwen3", {"kv_bits": "8", "num_kv_blocks": 8, "batch_invariant": True}),

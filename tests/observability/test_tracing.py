@@ -241,7 +241,7 @@ def test_otlp_goes_to_the_collector_that_the_environment_names():
     )
     _Collector.received.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, **endpoint}, capture_output=True, text=True, check=True

@@ -74,7 +74,9 @@ def test_at_least_110_model_files_are_served():
     assert len(SERVED) >= 110
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.slow) if name == "kimi_k3" else name for name in SERVED]
+)
 def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: Path) -> None:
     """And what its pools take was estimated from the configuration alone, without reading weights."""
     estimated = estimate(architecture, tmp_path)

@@ -51,6 +51,7 @@ _NUM_LOG_LINES = 60
 _NUM_HEADS, _NUM_KV_HEADS = 8, 2
 _REPEATS = 3
 _COPY_BYTES = 128 * 2**20
+_NUM_LAYERS = 8
 _VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
 
 
@@ -185,7 +186,7 @@ def _timings() -> Finding:
     backend.warm_up(shape.spec, shape.num_query_heads)
     cases = [Case(shape, 1, 1, 2048), Case(shape, 8, 1, 512), Case(shape, 1, 256, 1024)]
     copy = measure_copy(_COPY_BYTES)
-    return Finding(render_results([measure_case(case, backend, 8, _REPEATS) for case in cases], copy))
+    return Finding(render_results([measure_case(case, backend, _NUM_LAYERS, _REPEATS) for case in cases], copy))
 
 
 def _chat(config: Config, log: Path) -> Finding:

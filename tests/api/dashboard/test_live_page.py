@@ -218,7 +218,9 @@ KEPT = """new Promise((done) => {
 })"""
 
 
-@pytest.mark.parametrize(("count", "size", "num_left"), [(120, 9, 99), (9, 12_000_000, 4)])
+@pytest.mark.parametrize(
+    ("count", "size", "num_left"), [(120, 9, 99), pytest.param(9, 12_000_000, 4, marks=pytest.mark.slow)]
+)
 async def test_a_browser_keeps_so_many_chats_and_the_latest(
     world: World, guest: Page, count: int, size: int, num_left: int
 ) -> None:
@@ -279,6 +281,7 @@ async def test_images_are_sent_where_the_model_sees(world: World, guest: Page, t
     assert await guest.evaluate("document.querySelector('.turn.user img').naturalWidth > 0")
 
 
+@pytest.mark.slow
 async def test_admins_load_unload_and_fetch_models(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = {"attention_backend": "reference"}
     entries = tuple(ModelEntry(id=name, model="random:mini", overrides=overrides) for name in ("one", "two"))

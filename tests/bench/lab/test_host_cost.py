@@ -78,6 +78,7 @@ def test_the_table_shows_whole_microseconds() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_streams_of_a_server_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     host_cost.add_arguments(parser)

@@ -30,7 +30,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame-42")
     monkeypatch.setenv("MLX_SERVE_SCHEDULER_MAX_NUM_SEQS", "17")
     monkeypatch.setattr(soak, "_NUM_CASES", 4)
-    monkeypatch.setattr(machine_report, "_COPY_BYTES", 2**20)
+    for name, value in (("_COPY_BYTES", 2**20), ("_NUM_LAYERS", 1), ("_REPEATS", 1)):
+        monkeypatch.setattr(machine_report, name, value)
 
 
 def written(path: Path) -> tuple[list[str], dict[str, str]]:
@@ -40,6 +41,7 @@ def written(path: Path) -> tuple[list[str], dict[str, str]]:
     return [line[3:] for line in lines if line.startswith("## ")], {row[0]: row[1] for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_report_has_everything_but_what_is_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.md"

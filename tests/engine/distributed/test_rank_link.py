@@ -127,6 +127,7 @@ def test_a_rank_that_stops_is_noticed_also_in_the_middle_of_a_message(begun: byt
     link.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MAY_MAKE_NETWORKS, reason="no network of its own may be made here (unshare -rn)")
 def test_a_machine_that_is_switched_off_is_noticed():
     """Its connections are never closed. Two networks, and the cable between them is cut."""

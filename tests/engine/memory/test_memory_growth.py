@@ -283,6 +283,7 @@ async def test_recurrent_state_leaves_others_what_they_hold(thread):
         assert budget.held_bytes <= budget.limit_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_unloading_gives_weights_and_pool_back(thread, backend):
     """The native pool lies outside MLX's memory, so the process is asked, too."""
@@ -326,6 +327,7 @@ async def test_a_model_too_large_for_the_budget_is_refused_before_it_is_loaded(t
     await engine.stop()
 
 
+@pytest.mark.slow
 def test_a_server_whose_model_does_not_fit_says_so_and_ends():
     command = [sys.executable, "-m", "mlx_server", "serve", "--model", "random:mini", "--port", "0"]
     ended = subprocess.run(

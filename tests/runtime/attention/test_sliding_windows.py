@@ -87,6 +87,7 @@ def test_layers_share_blocks_if_a_few_of_each_fill_the_same_memory() -> None:
     assert len({id(layer.pool) for layer in odd.paged}) == 3
 
 
+@pytest.mark.slow
 def test_the_documentation_names_who_shares_blocks() -> None:
     text = (Path(__file__).parents[3] / "docs" / "architectures.md").read_text(encoding="utf-8")
     named = re.search(r"This applies to (.+?)\. ", text)

@@ -215,7 +215,9 @@ def metal_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends._FACTORIES, "reference", make_backend)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2", "rwkv7", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_next", "lfm2", pytest.param("rwkv7", marks=pytest.mark.slow), "deepseek_v3"]
+)
 def test_a_gpu_answers_what_mlx_lm_does(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks beside decodes, one step ahead; then a prefix that is cached, and whose state is resumed."""
     metal_on_this_machine(monkeypatch)

@@ -220,6 +220,7 @@ def test_where_mlx_writes_kernels_get_the_arrays_that_it_made() -> None:
     assert pool.memory.handles == (pool.keys, pool.values)
 
 
+@pytest.mark.slow
 def test_pools_stay_where_they_are_over_a_thousand_steps_one_ahead() -> None:
     """Two requests take turns in the same blocks; each step's input depends on the one before, as in decoding."""
     backend = make_backend()
@@ -277,6 +278,7 @@ def test_results_of_pipelined_steps_equal_synchronous_ones() -> None:
 # ---- warming up, and falling back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", (64,) if gpu() is None else HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_self_test_passes(dtype: mx.Dtype, dim: int) -> None:
