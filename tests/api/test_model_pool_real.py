@@ -129,7 +129,7 @@ async def test_three_models_in_a_budget_for_two(
     baseline, resident = held_bytes(), psutil.Process().memory_info().rss
     loads_before = world.num_loads()
     rng = random.Random(1)
-    order = [(rng.choice("abc"), rng.randrange(len(PROMPTS))) for _ in range(200)]
+    order = [(rng.choice("abc"), rng.randrange(len(PROMPTS))) for _ in range(100)]
     at_once = asyncio.Semaphore(32)
     most_loaded = 0
 
@@ -146,13 +146,13 @@ async def test_three_models_in_a_budget_for_two(
         return response.status_code
 
     statuses = Counter(await asyncio.gather(*(request(*one) for one in order)))
-    assert sum(statuses.values()) == 200
+    assert sum(statuses.values()) == len(order)
     assert set(statuses) == ({200} if when_full == "wait" else {200, 503})
-    assert statuses[200] >= 50
+    assert statuses[200] >= len(order) // 4
     assert most_loaded == 2
     loads = world.num_loads() - loads_before
     assert set(loads) == {"a", "b", "c"} if when_full == "wait" else len(loads) >= 2
-    assert sum(loads.values()) <= 200
+    assert sum(loads.values()) <= len(order)
     await until(lambda: all(model.num_users == 0 for model in world.pool.models()))
     for name in "abc":
         await world.admin("unload", name)
