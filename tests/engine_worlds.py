@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,13 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def plain_greedy(architecture: str, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[int]]:
-    """The answers of plain mlx-lm, one prompt at a time."""
-    model = built(architecture).model
-    return [reference_generate(model, p, n).token_ids for p, n in zip(prompts, max_tokens, strict=True)]
+    """The answers of plain mlx-lm, one prompt at a time; computed once for all tests that ask."""
+    return [list(_plain_answer(architecture, tuple(p), n)) for p, n in zip(prompts, max_tokens, strict=True)]
+
+
+@cache
+def _plain_answer(architecture: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    return reference_generate(built(architecture).model, prompt, max_tokens).token_ids
 
 
 def answers(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.architectures import ARCHITECTURES, REFUSED, WINDOW, config_of
 from tests.batching.worlds import count_held
 from tests.conformance import CROWDED, Subject, answer, worst_error
 from tests.engine_worlds import BACKENDS, random_prompts
+from tests.tiny_models import Reference
 
 TOLERANCE = 1e-4
 
@@ -188,13 +190,21 @@ def deep(architecture: str) -> Subject:
     return Subject(architecture, config)
 
 
+CROWD = random_prompts((150, 61, 33, 170, 5), seed=3), (40, 12, 70, 9, 80)
+
+
+@lru_cache(maxsize=1)
+def crowd_alone(architecture: str) -> tuple[Subject, list[Reference]]:
+    """A model and plain mlx-lm's answers to `CROWD`, for successive tests of one architecture."""
+    subject = deep(architecture)
+    return subject, subject.wanted(*CROWD)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_answers_beyond_the_window_are_those_given_alone(architecture: str, backend: str) -> None:
     """Chunks, joins, preemptions, and prompts again, in a pool that is too small for all of them."""
-    subject = deep(architecture)
-    prompts, max_tokens = random_prompts((150, 61, 33, 170, 5), seed=3), (40, 12, 70, 9, 80)
-    wanted = subject.wanted(prompts, max_tokens)
+    (subject, wanted), (prompts, max_tokens) = crowd_alone(architecture), CROWD
     with subject.make_llm(attention_backend=backend, **{**CROWDED, "num_kv_blocks": 10}) as llm:
         assert set(llm.info.windows) == set(WINDOWED[architecture])
         first = answer(llm, prompts, max_tokens)
