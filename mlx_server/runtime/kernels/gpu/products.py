@@ -8,7 +8,6 @@ and number of rows. Constants are in the kernel text, because MLX hashes templat
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,10 +18,7 @@ from mlx_server.runtime.cache.row_pool import SMALL_ARRAY
 from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.kernels import Kernel, KernelText, MakeKernel, read_code
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, SIMD_WIDTH
-from mlx_server.runtime.layers.products import MakeProduct, RowProduct
-
-Product = Callable[[mx.array], mx.array]
-"""From `[..., K]` to `[..., N]`."""
+from mlx_server.runtime.layers.products import MakeProduct, Product, RowProduct
 
 Weights = tuple[mx.array, ...]
 """Codes, scales and biases; or the weight alone if it is not quantised."""
@@ -96,8 +92,8 @@ class ProductShape:
                 columns, groups = layer.scales.shape
                 return cls(columns, groups * layer.group_size, layer.bits, layer.group_size, layer.scales.dtype)
             if isinstance(layer, nn.Linear | nn.Embedding) and layer.weight.ndim == 2:
-                dtype = layer.weight.dtype
-                return cls(*layer.weight.shape, 8 * dtype.size, _DENSE_GROUP, dtype)
+                (columns, depth), dtype = layer.weight.shape, layer.weight.dtype
+                return cls(columns, depth, 8 * dtype.size, _DENSE_GROUP, dtype)
         except ValueError:
             pass
         return None
