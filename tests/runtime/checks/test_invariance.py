@@ -1,17 +1,71 @@
-"""Models whose bits cannot be made independent of the batch."""
+"""Models whose bits do not depend on the batch, and those whose bits cannot be made so."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from emulator.worlds import kernel_maker, make_backend
+from mlx_lm.models import llama
 
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.checks.invariance import compute_by_row
+from mlx_server.runtime.attention.regroup import possible_levels
+from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.cache.layers import discover_layers
+from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
+from mlx_server.runtime.kernels.gpu.product_choice import MakeForm, ProductTimes, gpu_products
+from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape
+from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
 from tests.engine_worlds import NATIVE_BACKEND, on_the_cpu
 from tests.tiny_models import tiny_model
+
+
+def _vector_is_fastest(
+    shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
+) -> ProductTimes:
+    return ProductTimes({form: (1.0 + (form != Form.VECTOR),) * len(counts) for form in candidates})
+
+
+def _metal_runner(bits: int | None, *, exact: bool) -> ModelRunner:
+    """Runs a small Llama with the kernels of a Mac for products and attention, like `make_runner`."""
+    install_seam()
+    arguments = llama.ModelArgs("llama", 128, 2, 256, 4, 1e-5, 96, num_key_value_heads=2, tie_word_embeddings=True)
+    model = llama.Model(arguments)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    cache = PagedKVCache(discover_layers(model), make_backend(num_cores=1))
+    products: Iterator[None] = gpu_products(
+        model, ProductKernels(kernel_maker()), exact=exact, measure=_vector_is_fastest
+    )
+    for _ in products:
+        pass
+    if exact:
+        compute_by_row(model, cache.backend, ())
+    runner = ModelRunner(model, cache, 96, AdapterRows())
+    runner.forward.use(possible_levels(cache.layers)[0], selects_rows=True)
+    return runner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, None])
+def test_steps_of_metal_kernels_give_a_request_the_same_bits_in_any_batch(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, among others and alone; without --batch-invariant they do not."""
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    check_invariance(_metal_runner(bits, exact=True), 96)
+    with pytest.raises(ModelLoadError, match="bits depend on the batch with the metal attention backend"):
+        check_invariance(_metal_runner(bits, exact=False), 96)
 
 
 @on_the_cpu
