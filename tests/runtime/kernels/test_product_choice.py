@@ -285,14 +285,32 @@ def test_a_whole_model_computes_the_same_with_its_products() -> None:
     assert len(kernels.launches) == 2 * 7 + 1
 
 
-def test_a_model_that_is_loaded_on_metal_gets_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After its adapters and when its weights are there; pieces of the load end between shapes."""
-    kernels, model = HostKernels(), Model()
-    monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
+@pytest.fixture
+def loaded_on_metal(monkeypatch: pytest.MonkeyPatch) -> HostKernels:
+    """Models are loaded as on a Mac, whose kernels these are; the vector form is the fastest."""
+    kernels = HostKernels()
     monkeypatch.setattr(loader, "is_metal", lambda: True)
     monkeypatch.setattr(loader, "install_native", lambda model, kept: None)  # a CPU's, which is not there then
     monkeypatch.setattr(ProductKernels, "of_metal", classmethod(lambda cls: cls(kernels)))
     monkeypatch.setattr(product_choice, "measure_products", times(0.5, 0.6))
+    return kernels
+
+
+def test_a_model_that_is_loaded_on_metal_gets_them(
+    loaded_on_metal: HostKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its adapters and when its weights are there; pieces of the load end between shapes."""
+    model = Model()
+    monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
     shares = list(loader.load_in_pieces("random:any", None, "float32"))
     assert shares[-3:] == [1.0, 1.0, 1.0]
-    assert launched(kernels, model.layers[0], (1, 8)) == ["vector", "vector"]
+    assert launched(loaded_on_metal, model.layers[0], (1, 8)) == ["vector", "vector"]
+
+
+def test_an_image_encoder_keeps_mlx_s_products(loaded_on_metal: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = nn.Module()
+    whole.language_model, whole.vision_tower = Model(), Model()
+    monkeypatch.setattr(random_models, "build", lambda name: (whole, {}))
+    list(loader.load_in_pieces("random:any", None, "float32"))
+    assert launched(loaded_on_metal, whole.language_model.dense, (1,)) == ["vector"]
+    assert launched(loaded_on_metal, whole.vision_tower.dense, (1,)) == [None]
