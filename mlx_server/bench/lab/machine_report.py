@@ -209,13 +209,10 @@ def product_tests() -> Finding:
             rows.append((str(weight), str(form), failure or "passed"))
             problems += [] if failure is None else [f"{form} form, {weight}: {failure}"]
     products, is_cpu = own_products(), mx.default_device() == mx.cpu
-    results = [
-        result
-        for weight in _weights(
-            (_timed_dtype(),)
-        )  # on a CPU, MLX needs minutes for as many layers as caches cannot hold
-        for result in measure_products(weight, _NUM_ROWS, products, 1 if is_cpu else weight.cold_layers, _REPEATS)
-    ]
+    results = []
+    for weight in _weights((_timed_dtype(),)):
+        num_layers = 1 if is_cpu else weight.cold_layers  # for so many MLX needs minutes on a CPU
+        results += measure_products(weight, _NUM_ROWS, products, num_layers, _REPEATS)
     problems += [
         f"{one.product}, {one.weight}: a row among {one.num_rows} has other bits"
         for one in results

@@ -72,7 +72,9 @@ class ProductTimes:
 
     def evenly_fastest(self, forms: Sequence[Form]) -> Form | None:
         """The one of `forms` with the lowest geometric mean of times over all counts; None if MLX's is lower."""
-        candidates = [*forms, *(None for _ in [None] if None in self.seconds)]
+        candidates: list[Form | None] = [*forms]
+        if None in self.seconds:
+            candidates.append(None)
         return min(candidates, key=lambda form: math.prod(self.seconds[form]), default=None)
 
 

@@ -10,10 +10,10 @@ struct Column {
   float scale;
   float offset;
   static inline uint depth(uint width) { return width * uint(32 / BITS); }
-  inline void start(const device uint32_t* w, const device T* all_scales, const device T* all_biases, size_t column, uint K) {
+  inline void start(const device uint32_t* w, const device T* s, const device T* b, size_t column, uint K) {
     codes = w + column * (K / (32 / BITS));
-    scales = all_scales + column * (K / GROUP);
-    biases = all_biases + column * (K / GROUP);
+    scales = s + column * (K / GROUP);
+    biases = b + column * (K / GROUP);
   }
   inline void clear() {
 #pragma unroll
