@@ -102,7 +102,8 @@ class InsufficientMemoryError(ServeError):
 
 
 class EngineDeadError(ServeError):
-    """The MLX thread has stopped; nothing can be generated until the process restarts."""
+    """The model's engine or the MLX thread has died. What was open is lost; the pool replaces an engine, but a thread
+    only the process can."""
 
 
 class ModelLoadError(ServeError):

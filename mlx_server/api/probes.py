@@ -36,7 +36,7 @@ _NOT_READY = {"type": "object", "required": ["status"], "properties": {"status":
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(context: Context) -> Response:
-    """200 when requests are served; 503 while the server is starting or draining, or after an engine has died. Models
+    """200 when requests are served; 503 while the server is starting or draining, or when only a restart helps. Models
     that are not loaded do not matter."""
     reason = _unready_reason(context)
     if reason is None:

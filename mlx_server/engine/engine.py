@@ -345,11 +345,14 @@ class AsyncEngine:
         self.state = EngineState.DEAD
         self.error = f"{type(error).__name__}: {error}"
         logger.error("The engine of %s has died: %s", self.model_name, self.error, exc_info=error)
-        self._fail_streams(lambda: EngineDeadError(f"The engine has died and must be restarted: {self.error}"))
+        self._fail_streams(self._death_error)
         try:
             parts.scheduler.fail_all()
         except Exception:  # the error may have interrupted a step
             logger.exception("The scheduler of %s was left as it is", self.model_name)
+
+    def _death_error(self) -> EngineDeadError:
+        return EngineDeadError(f"The engine of {self.model_name} has died: {self.error}. Send the request again.")
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Puts a step's outputs on their streams. The readers are called later, in one callback after the scheduler's
@@ -415,7 +418,7 @@ class AsyncEngine:
 
     def _accepting_parts(self) -> EngineParts:
         if self.state is EngineState.DEAD:
-            raise EngineDeadError(f"The engine has died and must be restarted: {self.error}")
+            raise self._death_error()
         if self.state is not EngineState.READY:
             raise OverloadedError(f"The model {self.model_name} is {self.state.value}.", _SHUTDOWN_RETRY_S)
         return self._loaded_parts()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
-from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.guard import MemoryWatch
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
+_PROBATION_S = 60.0
+"""If an engine dies sooner after it was loaded, loading the model again would not help."""
 
 
 class Lease:
@@ -144,11 +146,14 @@ class ModelPool:
         return any(spec.name == offer.spec.name for spec in self._catalog.configured)
 
     def death(self) -> str | None:
-        """Why nothing can be generated until the process restarts; None while all is well."""
+        """Why nothing can be generated until the process restarts; None while all is well. A dead engine is replaced
+        instead if it has served for a minute, unless its model runs on several machines."""
+        is_alive, is_alone = self._around.thread.is_alive, self._around.ranks.group is None
         for model in self._loaded():
-            if model.engine is not None and model.engine.state is EngineState.DEAD:
+            is_replaced = is_alive and is_alone and self._clock() - model.ready_s >= _PROBATION_S
+            if model.is_dead and model.engine is not None and not is_replaced:
                 return f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        return None if self._around.thread.is_alive else "The MLX thread has ended."
+        return None if is_alive else "The MLX thread has ended."
 
     # --- use ------------------------------------------------------------------------------------------------
 
@@ -159,6 +164,9 @@ class ModelPool:
         model = self.find(name)
         while True:
             self._check_alive()
+            if model.is_dead:
+                await self._unload(model)
+                continue
             if model.is_ready and not model.is_yielding:
                 return Lease(model, self._on_used)
             if model.is_loaded:
@@ -212,6 +220,16 @@ class ModelPool:
                 logger.info("Unloading %s: nobody has used it for %g s", model.name, ttl_s)
                 await self._unload(model)
 
+    async def replace_dead(self) -> None:
+        """Unloads models whose engines have died, and starts to load those that are pinned. Requests for another load
+        it."""
+        for model in self.models():
+            if model.is_dead and self.death() is None:
+                logger.warning("%s is unloaded, because its engine has died", model.name)
+                await self._unload(model)
+                if model.spec.is_pinned and model.state is ModelState.UNLOADED:
+                    self._load_task(model)
+
     # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -259,14 +277,18 @@ class ModelPool:
 
     async def _wait_for_load(self, model: PooledModel) -> None:
         """Waits for the load of the model, which is started if there is none. Raises the reason if it fails."""
-        task = self._loads.get(model.name)
-        if task is None:
-            model.begin_load()
-            task = self._loads[model.name] = asyncio.create_task(self._load(model), name=f"load {model.name}")
+        task = self._load_task(model)
         await asyncio.wait((task,))
         failure = task.result()
         if failure is not None:
             raise self._refusal(model, failure)
+
+    def _load_task(self, model: PooledModel) -> asyncio.Task[Exception | None]:
+        """The load of the model, which is started if there is none."""
+        if model.name not in self._loads:
+            model.begin_load()
+            self._loads[model.name] = asyncio.create_task(self._load(model), name=f"load {model.name}")
+        return self._loads[model.name]
 
     async def _load(self, model: PooledModel) -> Exception | None:
         """Loads the model: from LOADING to READY, FAILED, or UNLOADED if the load was cancelled or there was no room.
@@ -361,6 +383,7 @@ class ModelPool:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
+            await self.replace_dead()
             await self.expire_idle()
 
     def _refusal(self, model: PooledModel, failure: Exception) -> ServeError:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.pool.catalog import ModelSpec
 
@@ -77,6 +77,11 @@ class PooledModel:
     @property
     def is_ready(self) -> bool:
         return self.state is ModelState.READY
+
+    @property
+    def is_dead(self) -> bool:
+        """Ready once, but its engine has died."""
+        return self.is_ready and self.engine is not None and self.engine.state is EngineState.DEAD
 
     @property
     def is_loaded(self) -> bool:

@@ -39,9 +39,9 @@ _NUMPY_TYPES = {
 class Emulator:
     """Makes kernels, and holds the seed of their thread orders and their builds.
 
-    Each launch takes the next seed. `mutations` maps a kernel's name to (old, new) replacements in its body, the faults
-    that tests plant. `sources` collects all texts that a Mac would have to compile. If races are checked, `loaded` has
-    the bytes that kernels have read, by (kernel, buffer).
+    Each launch takes the next seed. `mutations` maps a kernel's name to (old, new) replacements in its body or header,
+    the faults that tests plant. `sources` collects all texts that a Mac would have to compile. If races are checked,
+    `loaded` has the bytes that kernels have read, by (kernel, buffer).
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class Emulator:
         """Same arguments as `mx.fast.metal_kernel`."""
         text = text_name(definition["name"])
         for old, new in self.mutations.get(text, ()):
-            assert old in definition["source"], old
-            definition["source"] = definition["source"].replace(old, new, 1)
+            part = next((part for part in ("source", "header") if old in definition[part]), None)
+            assert part is not None, old
+            definition[part] = definition[part].replace(old, new, 1)
         findings = lint(definition["source"], WRITTEN_INPUTS.get(text, ()))
         if findings:
             raise EmulatorError("lint", "; ".join(findings))

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_server.config import Config, PoolConfig
+from mlx_server.engine.distributed.ranks import Ranks
 from mlx_server.engine.engine import EngineState
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.need import MemoryNeed
@@ -71,6 +72,9 @@ class Engine:
         if self.refusal is not None:
             raise self.refusal
         self.state = EngineState.READY
+
+    def die(self) -> None:
+        self.state, self.error = EngineState.DEAD, "bad luck"
 
     async def stop(self, drain_timeout_s: float) -> None:
         await asyncio.sleep(0)
@@ -359,10 +363,11 @@ async def test_an_explicit_load_does_not_wait_for_the_pause_to_end():
         assert (await world.pool.load("a")).state is ModelState.READY
 
 
-async def test_the_death_of_an_engine_or_of_the_thread_ends_everything():
+async def test_the_death_of_a_new_engine_or_of_the_thread_ends_everything():
     async with world_of("a", "b") as world:
         await world.use("a")
-        world.factory.made[0].state, world.factory.made[0].error = EngineState.DEAD, "bad luck"
+        world.now_s += 59.0
+        world.factory.made[0].die()
         assert world.pool.death() == "The engine of a has died: bad luck."
         for name in ("a", "b"):
             with pytest.raises(EngineDeadError, match="bad luck"):
@@ -370,6 +375,55 @@ async def test_the_death_of_an_engine_or_of_the_thread_ends_everything():
     world = World("a")
     world.factory.is_alive = False
     assert world.pool.death() == "The MLX thread has ended."
+
+
+async def test_an_engine_that_dies_after_a_minute_is_replaced():
+    """At the next request, or by itself if the model is pinned; other models go on. Counts continue."""
+    entries = (ModelEntry(id="a", model="/models/a", pinned=True), ModelEntry(id="b", model="/models/b"))
+    async with world_of(entries=entries) as world:
+        await world.use("b")
+        world.now_s += 60.0
+        first_a, first_b = world.factory.made
+        first_a.die()
+        first_b.die()
+        assert world.pool.death() is None
+        with await world.pool.acquire("b") as engine:
+            assert engine is world.factory.made[2]  # type: ignore[comparison-overlap]
+            assert engine.metrics is first_b.metrics  # type: ignore[comparison-overlap]
+        await world.pool.replace_dead()
+        await until(lambda: world.loaded() == {"a", "b"})
+        assert world.factory.loads() == ["a", "b", "b", "a"]
+        assert first_a.stopped_after_s == first_b.stopped_after_s == 0.0
+        world.factory.made[2].die()
+        assert world.pool.death() == "The engine of b has died: bad luck.", "again, and soon"
+
+
+async def test_a_model_that_nobody_pinned_is_loaded_again_only_for_a_request():
+    async with world_of("a") as world:
+        await world.use("a")
+        world.now_s += 60.0
+        world.factory.made[0].die()
+        await world.pool.replace_dead()
+        assert world.states() == {"a": "unloaded"}
+        assert world.pool.budget.held_bytes == 0
+        await world.use("a")
+        assert world.loaded() == {"a"}
+
+
+async def test_engines_of_a_dead_thread_or_on_several_machines_are_not_replaced():
+    async with world_of("a") as world:
+        await world.use("a")
+        world.now_s += 60.0
+        world.factory.made[0].die()
+        world.factory.is_alive = False
+        assert world.pool.death() == "The engine of a has died: bad luck."
+        world.factory.is_alive = True
+        ranks = Ranks()
+        ranks.group = object()  # type: ignore[assignment]
+        world.pool._around = replace(world.pool._around, ranks=ranks)
+        assert world.pool.death() == "The engine of a has died: bad luck."
+        await world.pool.replace_dead()
+        assert world.factory.loads() == ["a"]
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------

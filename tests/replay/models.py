@@ -1,4 +1,4 @@
-"""Models of real sizes, quantized to 4 bits, whose weights take no memory."""
+"""Models of real sizes, quantized to 4 bits unless asked otherwise, whose weights take no memory."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def config_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
     return config
 
 
-def build(config: dict[str, Any], bits: int = 4, *, sees: bool = False) -> nn.Module:
-    """The model with `bits` for each weight in groups of 64, and activations in bfloat16. Every weight is a single
-    evaluated zero that is broadcast to the right shape. With its vision encoder if it `sees`."""
+def build(config: dict[str, Any], bits: int | None = 4, *, sees: bool = False) -> nn.Module:
+    """The model with `bits` for each weight in groups of 64, or not quantised, and activations in bfloat16. Every
+    weight is a single evaluated zero that is broadcast to the right shape. With its vision encoder if it `sees`."""
     return _packed(build_blank(config, mx.bfloat16, sees=sees), bits)
 
 
@@ -134,13 +134,14 @@ def build_head(config: dict[str, Any], model: nn.Module) -> HeadModel:
     return packed
 
 
-def _packed(model: Any, bits: int) -> Any:
-    nn.quantize(
-        model,
-        group_size=64,
-        bits=bits,
-        class_predicate=lambda _, module: hasattr(module, "to_quantized") and module.weight.shape[-1] % 64 == 0,
-    )
+def _packed(model: Any, bits: int | None) -> Any:
+    if bits is not None:
+        nn.quantize(
+            model,
+            group_size=64,
+            bits=bits,
+            class_predicate=lambda _, module: hasattr(module, "to_quantized") and module.weight.shape[-1] % 64 == 0,
+        )
     model.update(tree_map(lambda weight: zeros(weight.shape, weight.dtype), model.parameters()))
     return model.eval()
 

@@ -28,7 +28,9 @@ from mlx_server.runtime.drafts.runner import DraftingRunner, HeadFeed
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
+from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, form_maker
 from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.layers.products import install_products
 from mlx_server.runtime.model_runner import ModelRunner
 from replay import models, stand_ins
 from replay.graph import Graph, Op, Spec, Submission, Wait
@@ -48,14 +50,21 @@ def record(
     num_elements: int = 96,
     num_blocks: int = 4096,
     kv_bits: int | None = None,
+    bits: int | None = 4,
+    is_exact: bool = False,
 ) -> Graph:
     """The graph of `num_steps` steps, each submitted before the host waits for the one before, by a new runner with the
     Metal backend for a GPU of 16 cores. A command buffer has `num_elements` times 2^20 elements, a pool `num_blocks`
-    blocks."""
+    blocks. `is_exact` as with --batch-invariant: products by this project's kernels, attention by rows."""
     with (
         patch.dict(os.environ, MLX_MAX_MB_PER_BUFFER=str(num_elements)),
-        recording(lambda: models.build(config), config["vocab_size"], num_blocks, kv_bits) as recorder,
+        recording(lambda: models.build(config, bits), config["vocab_size"], num_blocks, kv_bits) as recorder,
     ):
+        if is_exact:
+            backend = recorder.runner.cache.backend
+            assert isinstance(backend, MetalBackend)
+            backend.by_row = True
+            install_products(recorder.runner.forward._model, form_maker(ProductKernels.of_metal(), Form.VECTOR))
         num_groups = len(recorder.runner.cache.windows)
         return recorder.graph([traffic.step(index, num_groups) for index in range(num_steps)])
 

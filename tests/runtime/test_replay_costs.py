@@ -21,12 +21,15 @@ FEW_BLOCKS = 64
 """Pools that a command buffer hardly counts, so that it has the most room for temporaries."""
 
 
-def run(
-    model: str, kind: str, num_elements: int, num_layers: int | None = None, num_blocks: int = FEW_BLOCKS
-) -> Replay:
+def run(model: str, kind: str, num_elements: int, num_blocks: int = FEW_BLOCKS, *, is_exact: bool = False) -> Replay:
     """Three steps, one launched ahead."""
     graph = record(
-        config_of(model, num_layers), KINDS[kind], num_steps=3, num_elements=num_elements, num_blocks=num_blocks
+        config_of(model),
+        KINDS[kind],
+        num_steps=3,
+        num_elements=num_elements,
+        num_blocks=num_blocks,
+        is_exact=is_exact,
     )
     return replay(graph, Limits(num_elements=num_elements))
 
@@ -34,7 +37,7 @@ def run(
 # ---- memory
 
 
-def booked(model: str, num_tokens: int, num_elements: int) -> int:
+def booked(model: str, num_tokens: int, num_elements: int, *, is_exact: bool = False) -> int:
     config = config_of(model)
     return step_bytes(
         config,
@@ -44,6 +47,7 @@ def booked(model: str, num_tokens: int, num_elements: int) -> int:
         context_tokens=config["max_position_embeddings"],
         item_bytes=mx.bfloat16.size,
         buffer_elements=num_elements << 20,
+        by_row=is_exact,
     )
 
 
@@ -71,6 +75,16 @@ def test_temporaries_take_no_more_than_is_booked_on_larger_macs(model: str, num_
 @pytest.mark.slow
 def test_temporaries_of_a_hybrid_take_no_more_than_is_booked() -> None:
     check_peak(HYBRID, 96)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-4-e2b"])
+def test_exact_steps_take_no_more_than_is_booked(model: str) -> None:
+    """Prompts are computed like decodes, whose partial results MLX keeps until a command buffer has ended. With more
+    cores there are more of them."""
+    most = booked(model, 2048, 96, is_exact=True)
+    peaks = [run(model, kind, 96, is_exact=True).peak_bytes for kind in ("prefill-512", "prefill-at-30k", "mixed")]
+    assert most / 2.5 <= max(peaks) <= most
 
 
 def test_half_a_gigabyte_is_not_booked_for_a_tiny_model() -> None:
@@ -171,3 +185,17 @@ def test_a_layer_takes_no_more_dispatches_and_barriers(model: str, few: int, mor
 def test_a_step_takes_no_more_dispatches_and_barriers(model: str) -> None:
     step = replay(record(config_of(model), KINDS["decode"], num_steps=2), UNBOUNDED).steps[-1]
     assert (step.num_dispatches, step.num_barriers) <= STEP_COSTS[model]
+
+
+@pytest.mark.parametrize("bits", [4, None])
+def test_own_products_take_as_many_dispatches_and_barriers_as_mlx_s(bits: int | None) -> None:
+    """And exact attention takes as many as another in a decode step."""
+    graphs = [
+        record(config_of("llama-3-8b", 3), KINDS["decode"], num_steps=2, bits=bits, is_exact=is_exact)
+        for is_exact in (False, True)
+    ]
+    theirs, own = (replay(graph, UNBOUNDED) for graph in graphs)
+    num_products = 2 * (3 * 7 + 1)
+    assert sum(dispatch.op == "kernel product_vector" for dispatch in own.encoder.dispatches) == num_products
+    counts = [(step.num_dispatches, step.num_barriers) for step in (theirs.steps[-1], own.steps[-1])]
+    assert counts[0] == counts[1]

@@ -56,6 +56,13 @@ def test_every_use_of_a_quantised_pool_is_ordered(kv_bits: int) -> None:
     assert pairs_over_splits(steps_of("llama-3-8b", "mixed", kv_bits=kv_bits), 8) == []
 
 
+@pytest.mark.parametrize("kind", ["prefill", "mixed"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-4-e2b"])
+def test_every_use_of_a_pool_is_ordered_in_exact_steps(model: str, kind: str) -> None:
+    """Products by own kernels, and each row of a prompt attended as a decode."""
+    assert pairs_over_splits(steps_of(model, kind, is_exact=True), 8) == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["decode", "mixed", "chunks"])
 @pytest.mark.parametrize("model", LAYERS)

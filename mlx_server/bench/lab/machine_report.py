@@ -33,6 +33,7 @@ import psutil
 from mlx_server.bench.instruments import describe_environment
 from mlx_server.bench.lab.attention import Case, measure_copy
 from mlx_server.bench.lab.kernels import measure_case, render_results
+from mlx_server.bench.lab.products import MLX, Weight, measure_products, own_products, render_products
 from mlx_server.bench.lab.soak import SoakResult, memory_before_and_after, soak
 from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
@@ -43,6 +44,8 @@ from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
+from mlx_server.runtime.kernels.gpu.product_choice import product_failure
+from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 
 _QUESTION, _ANSWER = "What is 2 + 2?", "4"
@@ -50,6 +53,8 @@ _START_S = 300.0
 _NUM_LOG_LINES = 60
 _NUM_HEADS, _NUM_KV_HEADS = 8, 2
 _REPEATS = 3
+_SIDE = 2048
+_NUM_ROWS = (1, 2, 4, 8, 16, 32)
 _COPY_BYTES = 128 * 2**20
 _NUM_LAYERS = 8
 _VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
@@ -80,6 +85,7 @@ def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) 
             "Machine": lambda: _machine(config),
             "Self-tests of the kernels": self_tests,
             "Timings of attention": _timings,
+            "Products of few rows": product_tests,
             "A chat over HTTP": lambda: _chat(config, log),
             "Soak": lambda: _soak(config, soak_s),
         }
@@ -179,14 +185,48 @@ def _specs(is_cpu: bool) -> Iterable[LayerSpec]:
             yield LayerSpec(_NUM_KV_HEADS, 128, 128, dtype, KvBits.of(bits))
 
 
+def _timed_dtype() -> mx.Dtype:
+    return mx.float32 if mx.default_device() == mx.cpu else mx.float16
+
+
 def _timings() -> Finding:
-    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.float16
-    shape = DecodeShape(16, 8, 128, 128, dtype)
+    shape = DecodeShape(16, 8, 128, 128, _timed_dtype())
     backend = choose_backend("auto", [shape.spec])
     backend.warm_up(shape.spec, shape.num_query_heads)
     cases = [Case(shape, 1, 1, 2048), Case(shape, 8, 1, 512), Case(shape, 1, 256, 1024)]
     copy = measure_copy(_COPY_BYTES)
     return Finding(render_results([measure_case(case, backend, _NUM_LAYERS, _REPEATS) for case in cases], copy))
+
+
+def product_tests() -> Finding:
+    """Products of few rows: on a Mac each form by the test that it has at load, then times beside MLX's products."""
+    rows, problems = [], []
+    for weight in _weights((mx.float16, mx.bfloat16)) if mx.metal.is_available() else ():
+        layer, kernels = weight.make_layer(), ProductKernels.of_metal()
+        shape = ProductShape.of(layer)
+        assert shape is not None
+        for form in Form:
+            failure = product_failure(kernels.of(form, shape), shape, layer)
+            rows.append((str(weight), str(form), failure or "passed"))
+            problems += [] if failure is None else [f"{form} form, {weight}: {failure}"]
+    products, is_cpu = own_products(), mx.default_device() == mx.cpu
+    results = []
+    for weight in _weights((_timed_dtype(),)):
+        num_layers = 1 if is_cpu else weight.cold_layers  # for so many MLX needs minutes on a CPU
+        results += measure_products(weight, _NUM_ROWS, products, num_layers, _REPEATS)
+    problems += [
+        f"{one.product}, {one.weight}: a row among {one.num_rows} has other bits"
+        for one in results
+        if one.product != MLX and not one.has_same_bits
+    ]
+    tests = [render_table(("weight", "form", "result"), rows)] if rows else []
+    return Finding("\n\n".join([*tests, render_products(results, measure_copy(_COPY_BYTES))]), problems)
+
+
+def _weights(dtypes: Iterable[mx.Dtype]) -> Iterator[Weight]:
+    for dtype in dtypes:
+        for bits in (4, 8, None):
+            yield Weight(_SIDE, _SIDE, bits, dtype)
 
 
 def _chat(config: Config, log: Path) -> Finding:

@@ -4,7 +4,7 @@ Layers run one after the other, as in a step. Also checks whether a row has the 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from mlx_server.runtime.kernels.gpu.product_choice import chain
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, form_maker
 from mlx_server.runtime.kernels.trials import median_times
 from mlx_server.runtime.layers.cpu import native_product
-from mlx_server.runtime.layers.products import MakeProduct
+from mlx_server.runtime.layers.products import MakeProduct, Product, with_own
 
 MLX = "MLX"
 _GROUP_SIZE = 64
@@ -28,8 +28,6 @@ _CHAIN_BYTES = 128 * 2**20
 """Bytes of a chain's weights: more than caches hold, so that each product reads its weights from memory."""
 
 _MAX_LAYERS = 256
-
-Product = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +148,8 @@ def measure_products(
     layers = [weight.make_layer() for _ in range(num_layers)]
     named: dict[str, list[Product]] = {MLX: list(layers)}
     for name, make in products.items():
-        own = [_with_fallback(layer, make) for layer in layers]
-        named |= {name: [product for product in own if product is not None]} if all(own) else {}
+        own = [with_own(layer, product) for layer in layers if (product := make(layer)) is not None]
+        named |= {name: own} if len(own) == len(layers) else {}
     most = mx.random.normal((max(counts), weight.depth), weight.dtype, key=mx.random.key(0))
     mx.eval(most, [layer.parameters() for layer in layers])  # some products make their weights contiguous
     wholes = {name: made[0](most) for name, made in named.items()}
@@ -165,19 +163,6 @@ def measure_products(
             alike = bool(mx.array_equal(made[0](x), wholes[name][:count]).item())
             results.append(ProductResult(weight, count, name, seconds / num_layers, times[0] / num_layers, alike))
     return results
-
-
-def _with_fallback(layer: Any, make: MakeProduct) -> Product | None:
-    """The product that `make` returns for a layer, with MLX's for rows that it leaves to MLX; None if there is none."""
-    made = make(layer)
-    if made is None:
-        return None
-
-    def product(x: mx.array) -> mx.array:
-        y = made(x)
-        return layer(x) if y is None else y
-
-    return product
 
 
 def render_products(results: Sequence[ProductResult], copy: Copy) -> str:

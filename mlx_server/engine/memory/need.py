@@ -121,6 +121,9 @@ _FUSED_DIMS = range(129)
 _LOGITS_SHARE = 1.3
 """By how much command buffers are larger if logits are stored: they end late by half of these."""
 
+_PARTIAL_RESULTS = 128
+"""Of a token's attention, at most: of a layer with one KV head on a GPU of 16 cores."""
+
 _LONG_CONTEXT = 32768
 _LAYERS_GATHERED = 2
 """A prompt's chunk attends over rows gathered from the pool, of at most so many layers at a time. At contexts longer
@@ -136,9 +139,12 @@ def step_bytes(
     context_tokens: int,
     item_bytes: int,
     buffer_elements: int,
+    by_row: bool = False,
 ) -> int:
     """The peak memory of steps besides weights and pools, for up to `num_tokens` tokens, `num_seqs` sampled rows, and
     contexts of up to `context_tokens`. An activation takes `item_bytes`; a command buffer ends at `buffer_elements`.
+    If attention over prompts is `by_row` (--batch-invariant), the partial results of each token take more than all
+    else, and are float32.
 
     MLX keeps what a Metal command buffer uses until the buffer has ended, and has up to 12 in flight. Each ends at a
     number of elements of all arrays that it uses, weights included. So the temporaries' share of these elements is
@@ -151,6 +157,9 @@ def step_bytes(
     layer = num_tokens * shape.row_elements
     share = layer / (layer + weights_bytes / _WORD_BYTES / shape.num_layers)
     logits = 1.0 if shape.head_dim in _FUSED_DIMS else _LOGITS_SHARE
+    if by_row:
+        layer += num_tokens * shape.queries * _PARTIAL_RESULTS
+        share, logits, item_bytes = 1.0, 1.0, _DTYPE_BYTES["float32"]
     gathered = _LAYERS_GATHERED * min(context_tokens, _LONG_CONTEXT) * shape.keys_and_values
     in_flight = MAX_IN_FLIGHT * share * buffer_elements * logits + gathered + num_tokens * shape.widest_elements
     sampled = _SAMPLER_ARRAYS * num_seqs * shape.vocab * 4
@@ -378,6 +387,7 @@ def _activation_bytes(config: Config, described: Mapping[str, Any], weights_byte
             context_tokens=config.model.max_model_len or _first_size(described, *CONTEXT_KEYS) or _NO_BOUND,
             item_bytes=_item_bytes(config.model, 2),
             buffer_elements=max_elements(),
+            by_row=config.model.batch_invariant,
         )
     shape = _Shape.of(described)
     num_elements = settings.max_num_batched_tokens * (shape.hidden + max(shape.inner, 4 * shape.hidden))

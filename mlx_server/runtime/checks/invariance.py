@@ -8,9 +8,8 @@ model must give the same bits in two ways of computing the same tokens before it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,112 +23,9 @@ from mlx_server.runtime.checks.probe import TrialRequests
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
-from mlx_server.runtime.layers.products import RowProduct, install_products
+from mlx_server.runtime.layers.fixed_rows import REMEDY, FixedRows, same_values
+from mlx_server.runtime.layers.products import install_products
 from mlx_server.runtime.model_runner import ModelRunner
-
-_BLOCKS = (16, 8, 4)
-"""Possible numbers of rows to compute at a time, the best first. Fewer rows are padded."""
-
-_FEW = (*range(1, 16), 17, 24, 31, 33)
-_WHOLE = (32, 48, 80, 256)
-"""Numbers of rows to try; those in `_WHOLE` are multiples of a block."""
-
-_MOST = max(_WHOLE)
-
-_REMEDY = "serve it without --batch-invariant"
-
-Product = Callable[[mx.array], mx.array]
-
-
-class FixedRows:
-    """A `MakeProduct` that finds, for each linear layer with MLX's own product, a product whose rows have the same bits
-    for any number of rows.
-
-    MLX and the BLAS library use different kernels for few and for many rows, which sum in different orders. For a fixed
-    number of rows, the bits do not depend on a row's position, unless several kernels share the rows. So rows are
-    computed in blocks, the last one padded, if necessary one block at a time. Example: for a layer of 576 x 192 on
-    OpenBLAS with AVX-512, 16 and 512 rows give the same bits but 1 to 6 rows do not; 5 rows are computed as 16, and 40
-    as 48 in one product. OpenBLAS's kernels for Zen split 16 rows between two kernels, but not 8; so 40 rows are
-    computed as 5 products.
-
-    Each shape is tried once. Raises `ModelLoadError` if even blocks are not enough.
-    """
-
-    def __init__(self) -> None:
-        self._rules: dict[Any, _Rule] = {}
-
-    def __call__(self, layer: Any) -> RowProduct | None:
-        own, kind = _own_product(layer)
-        if kind not in self._rules:
-            self._rules[kind] = _find_rule(own, kind)
-        return partial(_by_rule, self._rules[kind], own)
-
-
-class _Rule(NamedTuple):
-    """The number of rows is padded to a `multiple`; at most `most` are computed at a time."""
-
-    multiple: int
-    most: int
-
-
-def _own_product(layer: Any) -> tuple[Product, tuple[Any, ...]]:
-    """MLX's own product of a layer, without bias; and the properties that determine its kernel, the number of inputs
-    first."""
-    weight = layer.weight
-    if "scales" not in layer:
-        return (lambda x: x @ layer.weight.T), (weight.shape[1], weight.shape[0], weight.dtype)
-    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
-
-    def product(x: mx.array) -> mx.array:
-        scales, biases = layer.scales, layer.get("biases")
-        return mx.quantized_matmul(
-            x, layer.weight, scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode
-        )
-
-    inputs = weight.shape[1] * 32 // bits
-    return product, (inputs, weight.shape[0], layer.scales.dtype, group_size, bits, mode)
-
-
-def _by_rule(rule: _Rule, own: Product, x: mx.array) -> mx.array | None:
-    """The product by a rule, in pieces of at most as many rows as were tried; None leaves it to MLX."""
-    rows = x.reshape(-1, x.shape[-1])
-    if rule.multiple == 1 and len(rows) <= rule.most:
-        return None
-    missing = -len(rows) % rule.multiple
-    y = _in_pieces(own, mx.pad(rows, [(0, missing), (0, 0)]) if missing else rows, rule.most)[: len(rows)]
-    return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _in_pieces(own: Product, x: mx.array, most: int) -> mx.array:
-    pieces = [own(x[first : first + most]) for first in range(0, len(x), most)]
-    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
-
-
-def _find_rule(own: Product, kind: tuple[Any, ...]) -> _Rule:
-    """The cheapest rule with the same bits as padded blocks."""
-    inputs, _, dtype = kind[:3]
-    if not mx.issubdtype(dtype, mx.floating):  # only affine scales are floats
-        dtype = mx.bfloat16
-    x = mx.random.normal((_MOST, inputs), key=mx.random.key(0)).astype(dtype)
-    block = next((block for block in _BLOCKS if _is_the_same_at_all_places(own, x[:block])), None)
-    if block is None:
-        raise ModelLoadError(
-            f"--batch-invariant is impossible here: in products of {inputs} x {kind[1]} numbers a row's bits depend on "
-            f"its position; {_REMEDY}."
-        )
-    expected = _in_pieces(own, x, block)
-    if not all(_equal(own(x[:count]), expected[:count]) for count in _WHOLE):
-        return _Rule(block, block)
-    return _Rule(1 if all(_equal(own(x[:count]), expected[:count]) for count in _FEW) else block, _MOST)
-
-
-def _is_the_same_at_all_places(own: Product, x: mx.array) -> bool:
-    y = own(x)
-    return all(_equal(own(mx.roll(x, by, 0)), mx.roll(y, by, 0)) for by in range(1, len(x)))
-
-
-def _equal(a: mx.array, b: mx.array) -> bool:
-    return bool(mx.array_equal(a, b).item())
 
 
 class _OneByOne:
@@ -166,12 +62,12 @@ def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str
         )
         raise ModelLoadError(
             f"--batch-invariant is impossible with the {backend.name} attention backend, whose bits depend on the "
-            f"batch; {remedy}, or {_REMEDY}."
+            f"batch; {remedy}, or {REMEDY}."
         )
     if adapters:
         raise ModelLoadError(
             f"--batch-invariant is impossible with adapters ({', '.join(adapters)}), whose products depend on the "
-            f"batch: fuse one into the model with `mlx_lm.fuse`, or {_REMEDY}."
+            f"batch: fuse one into the model with `mlx_lm.fuse`, or {REMEDY}."
         )
     install_products(model, FixedRows())
     for module in model.modules():
@@ -191,13 +87,13 @@ def check_invariance(runner: ModelRunner, vocab_size: int) -> None:
     if runner.forward.level.scope is not Scope.NOTHING:
         raise ModelLoadError(
             f"--batch-invariant is impossible: this model is computed group by group ({runner.forward.level}), so its "
-            f"bits depend on the batch; {_REMEDY}."
+            f"bits depend on the batch; {REMEDY}."
         )
     backend = runner.cache.backend
     if isinstance(backend, GpuBackend) and backend.refusals:
         raise ModelLoadError(
             f"--batch-invariant is impossible: attention of this model gathers its rows ({backend.refusals[0]}), and "
-            f"the bits of gathered rows depend on the batch; {_REMEDY}."
+            f"the bits of gathered rows depend on the batch; {REMEDY}."
         )
     rng = np.random.default_rng(0)
     sequences = {name: rng.integers(1, vocab_size, size=size).tolist() for name, size in _LENGTHS.items()}
@@ -208,10 +104,10 @@ def check_invariance(runner: ModelRunner, vocab_size: int) -> None:
     finally:
         runner.cache.release()
     for name, expected in alone.items():
-        if not _equal(mx.concatenate(together[name]), expected):
+        if not same_values(mx.concatenate(together[name]), expected):
             raise ModelLoadError(
                 "--batch-invariant is impossible: this model's bits depend on the batch with the "
-                f"{runner.cache.backend.name} attention backend; {_REMEDY}."
+                f"{runner.cache.backend.name} attention backend; {REMEDY}."
             )
 
 

@@ -12,6 +12,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+Product = Callable[[mx.array], mx.array]
+"""From `[..., K]` to `[..., N]`, without a layer's bias."""
+
 RowProduct = Callable[[mx.array], mx.array | None]
 """From `[..., K]` to `[..., N]`, without the layer's bias; None if MLX's own product should be used for these rows."""
 
@@ -81,6 +84,32 @@ def install_products(model: Any, make: MakeProduct) -> int:
             object.__setattr__(module, "_product", product)  # no parameter and no child of the module
             taken += 1
     return taken
+
+
+def own_product(layer: Any) -> Product:
+    """MLX's own product of a linear layer or a tied head."""
+    if "scales" not in layer:
+        return lambda x: x @ layer.weight.T
+    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
+
+    def product(x: mx.array) -> mx.array:
+        scales, biases = layer.scales, layer.get("biases")
+        return mx.quantized_matmul(
+            x, layer.weight, scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode
+        )
+
+    return product
+
+
+def with_own(layer: Any, product: RowProduct) -> Product:
+    """A layer's `product`, and MLX's own for rows that it leaves to MLX."""
+    own = own_product(layer)
+
+    def whole(x: mx.array) -> mx.array:
+        y = product(x)
+        return own(x) if y is None else y
+
+    return whole
 
 
 def keep_rows_in(embedding: Any, dtype: mx.Dtype) -> None:

@@ -181,7 +181,8 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False) ->
     yield 0.0
     yield from _evaluate(model)
     if is_metal():
-        for _ in gpu_products(model, ProductKernels.of_metal(), exact=batch_invariant):
+        text = getattr(model, "language_model", model)  # a vision encoder never has few rows
+        for _ in gpu_products(text, ProductKernels.of_metal(), exact=batch_invariant):
             yield 1.0
 
 

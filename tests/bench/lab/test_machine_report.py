@@ -5,22 +5,33 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import itertools
+import re
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlx_server.bench.lab import machine_report, soak
-from mlx_server.bench.lab.machine_report import redact, self_tests
+from mlx_server.bench.lab.machine_report import product_tests, redact, self_tests
 from mlx_server.cli.main import main
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS
 from tests.engine_worlds import make_folder
+from tests.runtime.kernels.test_product_choice import HostKernels
 
-SECTIONS = ["Machine", "Self-tests of the kernels", "Timings of attention", "A chat over HTTP", "Soak", "Logs"]
+STAGES = [
+    "Machine",
+    "Self-tests of the kernels",
+    "Timings of attention",
+    "Products of few rows",
+    "A chat over HTTP",
+    "Soak",
+]
+SECTIONS = [*STAGES, "Logs"]
 
 
 @pytest.fixture
@@ -30,14 +41,16 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame-42")
     monkeypatch.setenv("MLX_SERVE_SCHEDULER_MAX_NUM_SEQS", "17")
     monkeypatch.setattr(soak, "_NUM_CASES", 4)
-    for name, value in (("_COPY_BYTES", 2**20), ("_NUM_LAYERS", 1), ("_REPEATS", 1)):
+    for name, value in (("_COPY_BYTES", 2**20), ("_NUM_LAYERS", 1), ("_REPEATS", 1), ("_SIDE", 64)):
         monkeypatch.setattr(machine_report, name, value)
 
 
 def written(path: Path) -> tuple[list[str], dict[str, str]]:
     """The titles of a report's sections, and the results of its stages."""
     lines = path.read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:] if line.startswith("|")][:5]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:] if line.startswith("|")][
+        : len(STAGES)
+    ]
     return [line[3:] for line in lines if line.startswith("## ")], {row[0]: row[1] for row in rows}
 
 
@@ -49,7 +62,7 @@ def test_a_report_has_everything_but_what_is_the_users_own(tmp_path: Path, capsy
     assert f"All stages have passed: see {path}" in capsys.readouterr().out
     sections, results = written(path)
     assert sections == SECTIONS
-    assert results == dict.fromkeys(SECTIONS[:-1], "passed")
+    assert results == dict.fromkeys(STAGES, "passed")
     text = path.read_text()
     for word in ('"mlx-lm": ', '"chip": ', "decode 8 x 512", "blocks free at the end", "MLX's memory, peak"):
         assert word in text
@@ -65,7 +78,7 @@ def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         raise ZeroDivisionError("no bytes | none")
 
     monkeypatch.setattr(machine_report, "measure_copy", fail)
-    for stage in ("_chat", "_soak"):
+    for stage in ("_chat", "_soak", "product_tests"):
         monkeypatch.setattr(machine_report, stage, lambda *_: machine_report.Finding("as it should be"))
     path = tmp_path / "report.md"
     assert main(["doctor", "--report", str(path)]) == 1
@@ -88,6 +101,19 @@ def test_a_gpu_whose_kernels_are_not_used_has_not_passed(monkeypatch: pytest.Mon
     assert len(finding.problems) == 3 * (len(HEAD_DIMS) + 3)
     assert finding.problems[0].endswith("the reference backend is used on a GPU")
     assert "bfloat16 128 in 4 bits" in finding.text
+
+
+def test_a_product_that_is_wrong_on_this_gpu_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its test names the reason; the other form and MLX's products are timed all the same."""
+    faulty = HostKernels(lambda form, y: y * (1 + (form == "matrix") * 0.01 * len(y)))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(machine_report, "_SIDE", 64)
+    monkeypatch.setattr(ProductKernels, "of_metal", classmethod(lambda cls: cls(faulty)))
+    finding = product_tests()
+    assert len(finding.problems) == 3 * 2
+    assert finding.problems[0].startswith("matrix form, 64 x 64, 4 bits in groups of 64, float16: it is off by ")
+    assert len(re.findall(r"\| vector \| +passed", finding.text)) == 6
+    assert re.search(r"\| 64 x 64, float32 +\| +32 ", finding.text)
 
 
 def test_names_are_left_out_where_they_are_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,76 +1,71 @@
-"""Products with the same bits for any number of rows, and models that cannot have them."""
+"""Models whose bits do not depend on the batch, and those whose bits cannot be made so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from emulator.worlds import kernel_maker, make_backend
+from mlx_lm.models import llama
 
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.checks import invariance
-from mlx_server.runtime.checks.invariance import FixedRows, compute_by_row
+from mlx_server.runtime.attention.regroup import possible_levels
+from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.cache.layers import discover_layers
+from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.layers.products import install_products
+from mlx_server.runtime.kernels.gpu.product_choice import MakeForm, ProductTimes, gpu_products
+from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape
+from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
 from tests.engine_worlds import NATIVE_BACKEND, on_the_cpu
 from tests.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (576, 192), (96, 1000)])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_row_of_a_product_has_the_same_bits_among_any_number(shape: tuple[int, int], bits: int | None) -> None:
-    layer: Any = nn.Linear(*shape, bias=True)
-    layer = layer if bits is None else nn.QuantizedLinear.from_linear(layer, 32, bits)
-    x = mx.random.normal((200, 1, shape[0]))
-    close = layer(x)
-    install_products(layer, FixedRows())
-    wanted = mx.concatenate([layer(x[i : i + 1]) for i in range(len(x))])
-    for first, last in ((0, 2), (3, 10), (5, 37), (100, 117), (0, 200)):
-        assert mx.array_equal(layer(x[first:last]), wanted[first:last]).item(), f"rows {first} to {last}"
-    assert mx.allclose(close, wanted, atol=1e-4).item()
+def _vector_is_fastest(
+    shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
+) -> ProductTimes:
+    return ProductTimes({form: (1.0 + (form != Form.VECTOR),) * len(counts) for form in candidates})
 
 
-def _product(change: Callable[[mx.array], mx.array], calls: list[int]) -> Callable[[mx.array], mx.array]:
-    def product(x: mx.array) -> mx.array:
-        calls.append(len(x))
-        return change(x)
+def _metal_runner(bits: int | None, *, exact: bool) -> ModelRunner:
+    """Runs a small Llama with the kernels of a Mac for products and attention, like `make_runner`."""
+    install_seam()
+    arguments = llama.ModelArgs("llama", 128, 2, 256, 4, 1e-5, 96, num_key_value_heads=2, tie_word_embeddings=True)
+    model = llama.Model(arguments)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    cache = PagedKVCache(discover_layers(model), make_backend(num_cores=1))
+    products: Iterator[None] = gpu_products(
+        model, ProductKernels(kernel_maker()), exact=exact, measure=_vector_is_fastest
+    )
+    for _ in products:
+        pass
+    if exact:
+        compute_by_row(model, cache.backend, ())
+    runner = ModelRunner(model, cache, 96, AdapterRows())
+    runner.forward.use(possible_levels(cache.layers)[0], selects_rows=True)
+    return runner
 
-    return product
 
-
-@pytest.mark.parametrize(
-    ("change", "computed"),
-    [
-        (lambda x: x, None),
-        (lambda x: x + (len(x) < 16), [48]),
-        (lambda x: x + len(x), [16, 16, 16]),
-        (lambda x: x + (mx.arange(len(x)) % 16 >= 6)[:, None] * (len(x) > 8), [8] * 5),
-    ],
-)
-def test_rows_are_padded_or_cut_only_where_the_product_needs_it(
-    change: Callable[[mx.array], mx.array], computed: list[int] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, None])
+def test_steps_of_metal_kernels_give_a_request_the_same_bits_in_any_batch(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    own = _product(change, calls)
-    monkeypatch.setattr(invariance, "_own_product", lambda layer: (own, (8, 8, mx.float32)))
-    product = FixedRows()(None)
-    calls.clear()
-    assert product is not None
-    y = product(mx.zeros((40, 1, 8)))
-    assert (y is None) == (computed is None)  # None: left to MLX
-    assert y is None or y.shape == (40, 1, 8)
-    assert calls == (computed or [])
-
-
-def test_a_product_that_gives_another_place_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = _product(lambda x: x + mx.arange(len(x))[:, None], [])
-    monkeypatch.setattr(invariance, "_own_product", lambda layer: (own, (8, 8, mx.float32)))
-    with pytest.raises(ModelLoadError, match=r"in products of 8 x 8 numbers a row.s bits depend on its position"):
-        FixedRows()(None)
+    """In chunks, among others and alone; without --batch-invariant they do not."""
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    check_invariance(_metal_runner(bits, exact=True), 96)
+    with pytest.raises(ModelLoadError, match="bits depend on the batch with the metal attention backend"):
+        check_invariance(_metal_runner(bits, exact=False), 96)
 
 
 @on_the_cpu

@@ -1,4 +1,4 @@
-"""Quantised products of few rows against float64 and against themselves, from the source that a Mac compiles: on the
+"""Products of few rows against float64 and against themselves, from the source that a Mac compiles: on the
 GPU, or emulated on the host."""
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from mlx_server.runtime.kernels.gpu.kernels import read_text
 from mlx_server.runtime.kernels.gpu.products import PRODUCT_FILES, Cut, Form, ProductKernels, ProductShape, Weights
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 6e-4, mx.bfloat16: 4.5e-3}
-KINDS = list(itertools.product(Form, (4, 8), (32, 64, 128), TOLERANCE))
-FEW = [(Form.VECTOR, 4, 64, mx.bfloat16), (Form.MATRIX, 8, 128, mx.bfloat16)]
-SOME = [*FEW, (Form.VECTOR, 8, 32, mx.float32), (Form.MATRIX, 4, 32, mx.float16)]
+DENSE = [(form, 8 * dtype.size, 32, dtype) for form in Form for dtype in TOLERANCE]
+KINDS = [*itertools.product(Form, (4, 8), (32, 64, 128), TOLERANCE), *DENSE]
+FEW = [
+    (Form.VECTOR, 4, 64, mx.bfloat16),
+    (Form.MATRIX, 8, 128, mx.bfloat16),
+    (Form.VECTOR, 16, 32, mx.bfloat16),
+    (Form.MATRIX, 16, 32, mx.float16),
+]
+SOME = [*FEW, (Form.VECTOR, 8, 32, mx.float32), (Form.MATRIX, 4, 32, mx.float16), (Form.VECTOR, 32, 32, mx.float32)]
 
 
 def kinds(chosen: list[tuple[Form, int, int, mx.Dtype]]) -> pytest.MarkDecorator:
@@ -41,6 +47,8 @@ def shared_kernels() -> ProductKernels:
 
 def weights_like(shape: ProductShape) -> Weights:
     dense = np.random.default_rng(0).standard_normal((shape.num_columns, shape.depth)).astype(np.float32)
+    if not shape.is_quantized:
+        return (mx.array(dense).astype(shape.dtype),)
     codes, scales, biases = mx.quantize(mx.array(dense), shape.group_size, shape.bits)
     return codes, scales.astype(shape.dtype), biases.astype(shape.dtype)
 
@@ -58,14 +66,21 @@ def bits_of(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint32 if array.dtype == mx.float32 else mx.uint16))
 
 
+def dequantised(shape: ProductShape, weights: Weights) -> np.ndarray:
+    """The weight in float64."""
+    if not shape.is_quantized:
+        return float64(weights[0])
+    words = np.array(weights[0])[:, :, None] >> (np.arange(32 // shape.bits) * shape.bits).astype(np.uint32)
+    integers = (words & (2**shape.bits - 1)).reshape(shape.num_columns, shape.depth)
+    scale, bias = (np.repeat(float64(part), shape.group_size, 1) for part in weights[1:])
+    return integers * scale + bias
+
+
 def check_values(kernels: ProductKernels, form: Form, shape: ProductShape, num_rows: int) -> None:
     """Within what rounding of the result and of sums in float32 allows."""
-    x, (codes, scales, biases) = rows_like(shape, num_rows), weights_like(shape)
-    words = np.array(codes)[:, :, None] >> (np.arange(32 // shape.bits) * shape.bits).astype(np.uint32)
-    integers = (words & (2**shape.bits - 1)).reshape(shape.num_columns, shape.depth)
-    scale, bias = (np.repeat(float64(part), shape.group_size, 1) for part in (scales, biases))
-    dense, wide = integers * scale + bias, float64(x)
-    out = float64(kernels.of(form, shape)(x, num_rows, (codes, scales, biases)))
+    x, weights = rows_like(shape, num_rows), weights_like(shape)
+    dense, wide = dequantised(shape, weights), float64(x)
+    out = float64(kernels.of(form, shape)(x, num_rows, weights))
     allowed = TOLERANCE[shape.dtype] * np.abs(wide @ dense.T) + 3e-7 * (np.abs(wide) @ np.abs(dense).T)
     assert out.shape == (num_rows, shape.num_columns)
     assert (np.abs(out - wide @ dense.T) <= allowed).all()
@@ -118,7 +133,7 @@ VECTOR_FAULTS = {
     "a column past the last": ("min(first_column + c, N - 1)", "(first_column + c)"),
     "the next tile's rows stored": ("if (r < ROWS && first_row", "if (first_row"),
     "weights past K": ("if (k < K) {", "if (true) {"),
-    "another group's scale": ("scales_of[c][k / GROUP]", "scales_of[c][k / (2 * GROUP)]"),
+    "another group's scale": ("scales[k / GROUP]", "scales[k / (2 * GROUP)]"),
     "a slice left out": ("s < SLICES; ++s", "s < SLICES - 1; ++s"),
     "no barrier before slices meet": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,27 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama
 
+from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.kernels.gpu import product_choice
 from mlx_server.runtime.kernels.gpu.product_choice import (
+    EXACT_COUNTS,
     ROW_COUNTS,
+    MakeForm,
     ProductTimes,
     gpu_products,
     measure_products,
     stored_times,
 )
-from mlx_server.runtime.kernels.gpu.products import Form, FormProduct, ProductKernels, ProductShape
+from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape, form_product
+from mlx_server.runtime.layers.fixed_rows import FixedRows
+from mlx_server.runtime.layers.products import own_product
 from mlx_server.runtime.models import loader, random_models
 from tests.runtime.kernels.test_graph_cost import CallCounter
 
 SHAPE = ProductShape(num_columns=64, depth=128, bits=4, group_size=32, dtype=mx.float32)
+SHAPES = [(96, 32), (96, 8), (64, 4)]
+"""Columns and bits of the weights of `Model`, in the order in which they are measured."""
+
 MLX_TIMES = tuple(float(count) for count in ROW_COUNTS)
 
 
@@ -52,31 +61,36 @@ class HostKernels:
         def call(*, inputs: list[mx.array], output_shapes: list[tuple[int, ...]], **launch: Any) -> list[mx.array]:
             if self.result is not None:
                 return self.result
-            x, codes, scales, biases = inputs
+            x, *weights = inputs
             self.launches.append((form, x.shape[0]))
-            rows = [mx.quantized_matmul(row[None], codes, scales, biases, True, int(group), int(bits)) for row in x]
+            if len(weights) == 1:
+                rows = [row[None] @ weights[0].T for row in x]
+            else:
+                rows = [mx.quantized_matmul(row[None], *weights, True, int(group), int(bits)) for row in x]
             return [self._fault(form, mx.concatenate(rows)).reshape(output_shapes[0])]
 
         return call
 
 
 class Model(nn.Module):  # type: ignore[misc]
-    """Two layers of SHAPE, a tied head, and layers that no kernel is for."""
+    """Two layers of SHAPE, a tied head, a layer that is not quantised, and layers that no kernel is for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = [nn.QuantizedLinear(128, 64, bias=bias, group_size=32, bits=4) for bias in (True, False)]
         self.head = nn.QuantizedEmbedding(96, 128, group_size=32, bits=8)
-        self.others = [nn.QuantizedLinear(128, 64, group_size=32, bits=3), nn.Linear(128, 64)]
+        self.dense = nn.Linear(128, 96)
+        self.others = [nn.QuantizedLinear(128, 64, group_size=32, bits=3), nn.Linear(24, 64)]
 
 
-def times(vector: float, matrix: float) -> product_choice.Measure:
-    """MLX's times are the row counts; a form's are the same at every count."""
+def times(vector: float, matrix: float, mlx: Sequence[float] = MLX_TIMES) -> product_choice.Measure:
+    """MLX's times are the row counts, or `mlx`; a form's are the same at every count."""
 
-    def measure(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
-        by_form = {Form.VECTOR: vector, Form.MATRIX: matrix}
-        forms = {product.form: (by_form[product.form],) * len(ROW_COUNTS) for product in products}
-        return ProductTimes({None: MLX_TIMES, **forms})
+    def measure(
+        shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
+    ) -> ProductTimes:
+        columns = {Form.VECTOR: (vector,) * len(counts), Form.MATRIX: (matrix,) * len(counts), None: tuple(mlx)}
+        return ProductTimes({form: columns[form] for form in candidates})
 
     return measure
 
@@ -107,6 +121,7 @@ def test_a_form_runs_where_it_is_faster_by_a_tenth() -> None:
     wanted = [None, None, None, None, "vector", "vector", "vector", "vector", None, None]
     assert launched(kernels, model.layers[0], counts) == wanted
     assert launched(kernels, model.head.as_linear, (3, 6, 33)) == [None, "vector", None]
+    assert launched(kernels, model.dense, counts) == wanted
     assert {type(layer) for layer in model.others} == {nn.QuantizedLinear, nn.Linear}
 
 
@@ -115,22 +130,45 @@ def test_the_faster_form_runs_and_results_stay_what_they_were() -> None:
     model = installed(kernels, times(vector=20.0, matrix=10.0))
     assert launched(kernels, model.layers[1], (8, 9, 16, 24)) == [None, "matrix", "matrix", "matrix"]
     x = mx.random.normal((16, 1, 128))
-    for layer in model.layers:
-        own = (
-            nn.QuantizedLinear.__call__(layer, x)
-            if "bias" in layer
-            else mx.quantized_matmul(x, layer.weight, layer.scales, layer.biases, True, 32, 4)
-        )
+    for layer in (*model.layers, model.dense):
+        own = own_product(layer)(x) + (layer.bias if "bias" in layer else 0)
         np.testing.assert_allclose(np.array(layer(x)), np.array(own), atol=1e-5)
 
 
+FIXED_TIMES = (100.0,) * len(EXACT_COUNTS)
+
+
 def test_exact_layers_have_one_form_for_any_number_of_rows() -> None:
-    """The faster one over all counts, even where MLX is faster still."""
+    """The fastest over all counts, even where MLX is faster."""
     kernels = HostKernels()
-    model = installed(kernels, times(vector=90.0, matrix=80.0), exact=True)
+    model = installed(kernels, times(vector=90.0, matrix=80.0, mlx=FIXED_TIMES), exact=True)
     counts = (1, 2, 7, 32, 33, 500)
-    assert launched(kernels, model.layers[0], counts) == ["matrix"] * len(counts)
+    for layer in (model.layers[0], model.dense):
+        assert launched(kernels, layer, counts) == ["matrix"] * len(counts)
     assert launched(kernels, installed(kernels, times(vector=90.0, matrix=80.0)).layers[0], counts) == [None] * 6
+
+
+def test_exact_layers_are_left_to_fixed_rows_if_those_are_faster_over_all_counts() -> None:
+    """A prompt counts as one of the eleven numbers of rows."""
+    kernels = HostKernels()
+    slow_prompts = (*FIXED_TIMES[:-1], 1e9)
+    for fixed, chosen in ((FIXED_TIMES, None), (slow_prompts, "vector")):
+        for file in stored_times(exact=True).path.parent.glob("*.json"):
+            file.unlink()
+        model = installed(kernels, times(vector=110.0, matrix=120.0, mlx=fixed), exact=True)
+        assert launched(kernels, model.layers[0], (1, 500)) == [chosen, chosen]
+
+
+def test_exact_layers_whose_rows_cannot_be_fixed_have_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FixedRows, layer: Any) -> Any:
+        raise ModelLoadError("bits depend on the position")
+
+    monkeypatch.setattr(FixedRows, "__call__", fail)
+    kernels = HostKernels()
+    model = installed(kernels, times(vector=1e9, matrix=1e8, mlx=FIXED_TIMES), exact=True)
+    assert launched(kernels, model.layers[0], (1, 500)) == ["matrix", "matrix"]
+    stored = stored_times(exact=True).load()
+    assert {frozenset(entry.seconds) for entry in stored.values()} == {frozenset(Form)}
 
 
 def test_activations_of_another_type_are_left_to_mlx() -> None:
@@ -156,7 +194,7 @@ def test_a_form_that_fails_its_proof_is_not_used(
     with caplog.at_level(logging.WARNING):
         model = installed(kernels, times(vector=0.1, matrix=0.5))
     assert launched(kernels, model.layers[0], (1, 8)) == ["matrix", "matrix"]
-    assert [reason in record.message for record in caplog.records] == [True, True]
+    assert [reason in record.message for record in caplog.records] == [True] * len(SHAPES)
 
 
 def test_a_kernel_that_does_not_compile_leaves_all_to_mlx(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,23 +210,23 @@ def test_a_kernel_that_does_not_compile_leaves_all_to_mlx(caplog: pytest.LogCapt
 def test_times_are_measured_once_for_a_shape_and_proved_at_each_load(home: Path) -> None:
     seen: list[ProductShape] = []
 
-    def measure(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
+    def measure(shape: ProductShape, *arguments: Any) -> ProductTimes:
         seen.append(shape)
-        return times(0.5, 0.6)(shape, layers, products)
+        return times(0.5, 0.6)(shape, *arguments)
 
     installed(HostKernels(), measure)
-    assert {(shape.num_columns, shape.bits) for shape in seen} == {(64, 4), (96, 8)}
+    assert [(shape.num_columns, shape.bits) for shape in seen] == SHAPES
     document = json.loads((home / "kernels" / "products.json").read_text())
-    assert {entry["shape"]["num_columns"] for entry in document["choices"]} == {64, 96}
+    assert [(entry["shape"]["num_columns"], entry["shape"]["bits"]) for entry in document["choices"]] == SHAPES
 
     kernels = HostKernels(lambda form, y: 2 * y if form == "vector" else y)
     model = installed(kernels, measure)
-    assert len(seen) == 2
+    assert len(seen) == len(SHAPES)
     assert launched(kernels, model.layers[0], (1, 8)) == ["matrix", "matrix"]
 
 
 def test_another_mlx_measures_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    stored_times().store({SHAPE: times(1.0, 2.0)(SHAPE, (), ())})
+    stored_times().store({SHAPE: ProductTimes({None: MLX_TIMES})})
     assert stored_times().load().keys() == {SHAPE}
     monkeypatch.setattr(product_choice, "version", lambda name: "0.99")
     assert stored_times().load() == {}
@@ -199,7 +237,7 @@ def test_another_mlx_measures_anew(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     "seconds", [{"vector": [1.0] * 10}, {"mlx": [1.0] * 9}, {"mlx": [-1.0] * 10}, {"mlx": [1] * 10}]
 )
 def test_times_that_are_none_are_ignored(seconds: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    path = stored_times().store({SHAPE: times(1.0, 2.0)(SHAPE, (), ())})
+    path = stored_times().store({SHAPE: ProductTimes({None: MLX_TIMES})})
     document = json.loads(path.read_text())
     document["choices"][0]["seconds"] = seconds
     path.write_text(json.dumps(document))
@@ -213,7 +251,8 @@ def test_a_measurement_chains_layers_until_caches_are_cold(monkeypatch: pytest.M
     layers = [nn.QuantizedLinear(128, 64, bias=False, group_size=32, bits=4) for _ in range(5)]
     monkeypatch.setattr(product_choice, "_CHAIN_BYTES", 3 * SHAPE.weight_bytes)
     product = ProductKernels(kernels).of(Form.VECTOR, SHAPE)
-    measured = measure_products(SHAPE, layers, [product])
+    candidates = {None: own_product, Form.VECTOR: partial(form_product, product)}
+    measured = measure_products(SHAPE, layers, candidates, ROW_COUNTS)
     assert list(measured.seconds) == [None, Form.VECTOR]
     assert all(seconds > 0 for column in measured.seconds.values() for seconds in column)
     turns = 2 + 5
@@ -246,14 +285,32 @@ def test_a_whole_model_computes_the_same_with_its_products() -> None:
     assert len(kernels.launches) == 2 * 7 + 1
 
 
-def test_a_model_that_is_loaded_on_metal_gets_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After its adapters and when its weights are there; pieces of the load end between shapes."""
-    kernels, model = HostKernels(), Model()
-    monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
+@pytest.fixture
+def loaded_on_metal(monkeypatch: pytest.MonkeyPatch) -> HostKernels:
+    """Models are loaded as on a Mac, whose kernels these are; the vector form is the fastest."""
+    kernels = HostKernels()
     monkeypatch.setattr(loader, "is_metal", lambda: True)
     monkeypatch.setattr(loader, "install_native", lambda model, kept: None)  # a CPU's, which is not there then
     monkeypatch.setattr(ProductKernels, "of_metal", classmethod(lambda cls: cls(kernels)))
     monkeypatch.setattr(product_choice, "measure_products", times(0.5, 0.6))
+    return kernels
+
+
+def test_a_model_that_is_loaded_on_metal_gets_them(
+    loaded_on_metal: HostKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its adapters and when its weights are there; pieces of the load end between shapes."""
+    model = Model()
+    monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
     shares = list(loader.load_in_pieces("random:any", None, "float32"))
     assert shares[-3:] == [1.0, 1.0, 1.0]
-    assert launched(kernels, model.layers[0], (1, 8)) == ["vector", "vector"]
+    assert launched(loaded_on_metal, model.layers[0], (1, 8)) == ["vector", "vector"]
+
+
+def test_an_image_encoder_keeps_mlx_s_products(loaded_on_metal: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = nn.Module()
+    whole.language_model, whole.vision_tower = Model(), Model()
+    monkeypatch.setattr(random_models, "build", lambda name: (whole, {}))
+    list(loader.load_in_pieces("random:any", None, "float32"))
+    assert launched(loaded_on_metal, whole.language_model.dense, (1,)) == ["vector"]
+    assert launched(loaded_on_metal, whole.vision_tower.dense, (1,)) == [None]

@@ -48,8 +48,8 @@ class KernelText:
 
     @property
     def body(self) -> str:
-        """The body without its comments, because MLX hashes it at every call and searches it for argument names."""
-        return re.sub(r"[ ]*//[^\n]*", "", read_text(f"{self.name}.msl"))
+        """The body as code, which MLX hashes at every call and searches for argument names."""
+        return read_code(f"{self.name}.msl")
 
     def make(
         self,
@@ -95,6 +95,11 @@ KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_SHA
 def read_text(file_name: str) -> str:
     """Reads a kernel text or header from the folder `texts`."""
     return resources.files(__package__).joinpath("texts", file_name).read_text(encoding="utf-8")
+
+
+def read_code(file_name: str) -> str:
+    """Reads a kernel text or header without its comments."""
+    return re.sub(r"[ ]*//[^\n]*", "", read_text(file_name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Chooses the product of few rows for each quantised layer of a model: a kernel of this project if it passes its test
-on this GPU, at each load, and for the numbers of rows at which it was measured to be faster than MLX's product.
+"""Chooses the product of few rows for each linear layer of a model: a kernel of this project if it passes its test on
+this GPU, at each load, and for the numbers of rows at which it was measured to be faster than MLX's product.
 
 Times are measured with the model's own weights, one layer after the other, each on the result of the one before. So, as
 in a step, weights are read from memory and products do not overlap. Times are stored in a file, by chip and shape, and
@@ -13,19 +13,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.kernels.gpu.choice_files import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.kernels import read_text
 from mlx_server.runtime.kernels.gpu.products import (
     PRODUCT_FILES,
     Form,
     FormProduct,
-    Product,
     ProductKernels,
     ProductShape,
     form_product,
@@ -33,7 +33,8 @@ from mlx_server.runtime.kernels.gpu.products import (
 )
 from mlx_server.runtime.kernels.gpu.variants import DTYPES
 from mlx_server.runtime.kernels.trials import KERNEL_TOLERANCES, median_times
-from mlx_server.runtime.layers.products import RowProduct, install_products
+from mlx_server.runtime.layers.fixed_rows import FixedRows
+from mlx_server.runtime.layers.products import Product, RowProduct, install_products, own_product, with_own
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 last, a product is no longer limited by reading weights, and MLX's product is used."""
 
 _MAX_ROWS = ROW_COUNTS[-1]
+EXACT_COUNTS = (*ROW_COUNTS, 256)
+"""What is measured where one product is for any number of rows: prompts, too."""
+
 _GAIN = 1.1
 _NUM_REPEATS = 5
 _CHAIN_BYTES = 256 * 2**20
@@ -52,7 +56,7 @@ _MAX_LAYERS = 32
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """The seconds of a product for each of `ROW_COUNTS`, by MLX (None) and by each measured form."""
+    """The seconds of a product for each of `ROW_COUNTS` or `EXACT_COUNTS`, by each measured form and by MLX (None)."""
 
     seconds: Mapping[Form | None, tuple[float, ...]]
 
@@ -67,35 +71,42 @@ class ProductTimes:
         return tuple(of_count(index) for index in range(len(ROW_COUNTS)))
 
     def evenly_fastest(self, forms: Sequence[Form]) -> Form | None:
-        """The one of `forms` with the lowest geometric mean of times over all counts; None if there are no forms."""
-        return min(forms, key=lambda form: math.prod(self.seconds[form]), default=None)
+        """The one of `forms` with the lowest geometric mean of times over all counts; None if MLX's is lower."""
+        candidates: list[Form | None] = [*forms]
+        if None in self.seconds:
+            candidates.append(None)
+        return min(candidates, key=lambda form: math.prod(self.seconds[form]), default=None)
 
 
-Measure = Callable[[ProductShape, Sequence[Any], Sequence[FormProduct]], ProductTimes]
-"""Measures the times of a shape, with its layers and its correct forms."""
+MakeForm = Callable[[Any], Product]
+"""A layer's product in one form, or by MLX."""
+
+Measure = Callable[[ProductShape, Sequence[Any], Mapping[Form | None, MakeForm], Sequence[int]], ProductTimes]
+"""Measures the times of a shape, with its layers, for numbers of rows."""
 
 
 def gpu_products(
     model: Any, kernels: ProductKernels, *, exact: bool = False, measure: Measure | None = None
 ) -> Iterator[None]:
-    """Gives the quantised layers of an evaluated model this project's kernels, where these are faster.
+    """Gives the linear layers of an evaluated model this project's kernels, where these are faster.
 
-    With `exact`, a layer has one form for any number of rows, even where it is slower, so that a row's bits do not
-    depend on the number of rows. Layers without a kernel that works keep MLX's product, whose bits do depend on it.
-    Yields after each shape, so that other models' steps can run in between. MLX thread.
+    With `exact`, a layer has one form for any number of rows, so that a row's bits do not depend on the number of rows:
+    the form that takes the shortest time over all counts, unless MLX's products of fixed numbers of rows (`FixedRows`)
+    take less. These, and layers without a kernel that works, are left to `compute_by_row`. Yields after each shape, so
+    that other models' steps can run in between. MLX thread.
     """
     layers: dict[ProductShape, list[Any]] = defaultdict(list)
     for module in model.modules():
         shape = ProductShape.of(module)
         if shape is not None:
             layers[shape].append(module)
-    stored = stored_times()
+    stored = stored_times(exact=exact)
     known = stored.load()
+    fixed = FixedRows() if exact else None
     tables: dict[ProductShape, _Table] = {}
     for shape, alike in layers.items():
-        chooser = _Chooser(shape, alike, kernels, measure or measure_products)
-        times = known.get(shape) or _measured(chooser, stored)
-        tables[shape] = chooser.table(times, exact=exact)
+        chooser = _Chooser(shape, alike, kernels, fixed, measure or measure_products)
+        tables[shape] = chooser.table(known.get(shape) or _measured(chooser, stored))
         yield
 
     def make(layer: Any) -> RowProduct | None:
@@ -104,9 +115,9 @@ def gpu_products(
         return None if shape is None or table is None or table.is_empty else _row_product(layer, shape, table)
 
     taken = install_products(model, make)
-    num_quantised = sum(isinstance(module, nn.QuantizedLinear) for module in model.modules())
-    if num_quantised:
-        logger.info("%d products of few rows are this project's own; %d layers are quantised.", taken, num_quantised)
+    if layers:
+        total = sum(len(alike) for alike in layers.values())
+        logger.info("%d of %d products of few rows are computed by this project's kernels.", taken, total)
 
 
 def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTimes]) -> ProductTimes:
@@ -131,33 +142,47 @@ class _Table:
 
 
 class _Chooser:
-    """Tests and measures the forms of one shape on the layers that have it."""
+    """Tests and measures the forms of one shape on the layers that have it. With `fixed`, one product is chosen for all
+    numbers of rows."""
 
-    def __init__(self, shape: ProductShape, layers: Sequence[Any], kernels: ProductKernels, measure: Measure) -> None:
+    def __init__(
+        self,
+        shape: ProductShape,
+        layers: Sequence[Any],
+        kernels: ProductKernels,
+        fixed: FixedRows | None,
+        measure: Measure,
+    ) -> None:
         self.shape = shape
         self._layers = layers
+        self._fixed = fixed
         self._measure = measure
         self._products = {form: kernels.of(form, shape) for form in Form}
         self._failures: dict[Form, str | None] = {}
 
     def measured(self) -> ProductTimes:
-        """Measures the forms that pass their test."""
-        products = [product for form, product in self._products.items() if self._is_right(form)]
-        return self._measure(self.shape, self._layers, products)
+        """Measures the forms that pass their test, and MLX's product."""
+        candidates: dict[Form | None, MakeForm] = {None: own_product}
+        if self._fixed is not None:
+            candidates = _in_fixed_rows(self._fixed, self._layers[0])
+        for form, product in self._products.items():
+            if self._is_right(form):
+                candidates[form] = partial(form_product, product)
+        return self._measure(self.shape, self._layers, candidates, ROW_COUNTS if self._fixed is None else EXACT_COUNTS)
 
-    def table(self, times: ProductTimes, *, exact: bool) -> _Table:
+    def table(self, times: ProductTimes) -> _Table:
         """The table by these times, of forms that pass their test."""
         forms = [form for form in self._products if form in times.seconds and form not in self._wrong()]
-        if exact:
+        if self._fixed is not None:
             chosen: tuple[Form | None, ...] = (times.evenly_fastest(forms),) * len(ROW_COUNTS)
         else:
             chosen = times.fastest(forms)
         if any(not self._is_right(form) for form in set(chosen) if form is not None):
-            return self.table(times, exact=exact)
+            return self.table(times)
         few: list[FormProduct | None] = [None]
         for count, form in zip(ROW_COUNTS, chosen):
             few += [None if form is None else self._products[form]] * (count + 1 - len(few))
-        return _Table(tuple(few), few[-1] if exact else None)
+        return _Table(tuple(few), None if self._fixed is None else few[-1])
 
     def _wrong(self) -> set[Form]:
         return {form for form, failure in self._failures.items() if failure is not None}
@@ -168,6 +193,15 @@ class _Chooser:
             if failure is not None:
                 logger.warning("The %s form of products with %s is not used: %s.", form, self.shape, failure)
         return self._failures[form] is None
+
+
+def _in_fixed_rows(fixed: FixedRows, layer: Any) -> dict[Form | None, MakeForm]:
+    """MLX's product of fixed numbers of rows; nothing if none has the same bits for each row."""
+    try:
+        fixed(layer)
+    except ModelLoadError:
+        return {}
+    return {None: lambda layer: with_own(layer, fixed(layer))}
 
 
 def _row_product(layer: Any, shape: ProductShape, table: _Table) -> RowProduct:
@@ -188,7 +222,7 @@ def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> st
     weights = weights_of(layer)
     try:
         whole = product(x, _MAX_ROWS, weights)
-        wanted = mlx_product(shape, layer)(x).astype(mx.float32)
+        wanted = own_product(layer)(x).astype(mx.float32)
         error = float(mx.abs(whole.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
         if not error <= KERNEL_TOLERANCES[shape.dtype]:
             return f"it is off by {error:.2g} of the largest result"
@@ -207,17 +241,18 @@ def _same_bits(one: mx.array, other: mx.array) -> bool:
     return bool(mx.array_equal(one.view(word), mx.contiguous(other).view(word)).item())
 
 
-def measure_products(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
+def measure_products(
+    shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
+) -> ProductTimes:
     """Measures products in a chain of so many layers that caches cannot hold their weights. The time to build the graph
     is included, because the thread that runs a step also builds it."""
     enough = -(-_CHAIN_BYTES // shape.weight_bytes)
     chained = layers[: min(enough, _MAX_LAYERS)]
-    columns: dict[Form | None, list[float]] = {form: [] for form in (None, *(product.form for product in products))}
-    for num_rows in ROW_COUNTS:
+    links = [[make(layer) for layer in chained] for make in candidates.values()]
+    columns: dict[Form | None, list[float]] = {form: [] for form in candidates}
+    for num_rows in counts:
         x = mx.random.normal((num_rows, shape.depth), shape.dtype, key=mx.random.key(num_rows))
         mx.eval(x)
-        links = [[mlx_product(shape, layer) for layer in chained]]
-        links += [[form_product(product, layer) for layer in chained] for product in products]
         times = median_times([chain(link, x) for link in links], _NUM_REPEATS)
         for column, seconds in zip(columns.values(), times):
             column.append(seconds / len(chained))
@@ -236,31 +271,27 @@ def chain(products: Sequence[Product], x: mx.array) -> Callable[[], None]:
     return run
 
 
-def mlx_product(shape: ProductShape, layer: Any) -> Product:
-    """MLX's product for one layer."""
-    codes, scales, biases = weights_of(layer)
-    return lambda x: mx.quantized_matmul(x, codes, scales, biases, True, shape.group_size, shape.bits)
-
-
-def stored_times() -> StoredChoices[ProductShape, ProductTimes]:
-    """The file with all measured times."""
+def stored_times(*, exact: bool = False) -> StoredChoices[ProductShape, ProductTimes]:
+    """The file with all measured times; with `exact`, with those of products for any number of rows."""
     measured_with = digest(version("mlx"), *(read_text(name) for name in PRODUCT_FILES))
-    return StoredChoices("products.json", measured_with, _parse, _document, "the next start")
+    name = "exact_products.json" if exact else "products.json"
+    return StoredChoices(name, measured_with, partial(_parse, exact), _document, "the next start")
 
 
 _SIZES = ("num_columns", "depth", "bits", "group_size")
 _MLX = "mlx"
 
 
-def _parse(entry: Mapping[str, Any]) -> tuple[ProductShape, ProductTimes]:
+def _parse(exact: bool, entry: Mapping[str, Any]) -> tuple[ProductShape, ProductTimes]:
     dtypes = {dtype_name(dtype): dtype for dtype in DTYPES}
     sizes = {name: whole_number(entry["shape"][name]) for name in _SIZES}
     seconds = {
         None if name == _MLX else Form(name): tuple(_seconds(value) for value in times)
         for name, times in entry["seconds"].items()
     }
-    if None not in seconds or any(len(times) != len(ROW_COUNTS) for times in seconds.values()):
-        raise ValueError(f"times are not of {len(ROW_COUNTS)} numbers of rows")
+    counts = EXACT_COUNTS if exact else ROW_COUNTS
+    if (not exact and None not in seconds) or any(len(times) != len(counts) for times in seconds.values()):
+        raise ValueError(f"times are not of {len(counts)} numbers of rows")
     return ProductShape(**sizes, dtype=dtypes[entry["dtype"]]), ProductTimes(seconds)
 
 

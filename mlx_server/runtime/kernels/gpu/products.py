@@ -1,4 +1,4 @@
-"""Quantised products of few rows as MLX calls, for weights in MLX's layout.
+"""Products of few rows as MLX calls, for weights in MLX's layout, quantised or not.
 
 There are two forms. Both read a weight once for many rows, and a row has the same bits at any place among any number of
 rows; the two forms differ in their bits. A kernel is made once for its constants, a launch once for each form, shape
@@ -8,7 +8,6 @@ and number of rows. Constants are in the kernel text, because MLX hashes templat
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,17 +16,14 @@ import mlx.nn as nn
 
 from mlx_server.runtime.cache.row_pool import SMALL_ARRAY
 from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
-from mlx_server.runtime.kernels.gpu.kernels import Kernel, KernelText, MakeKernel, read_text
+from mlx_server.runtime.kernels.gpu.kernels import Kernel, KernelText, MakeKernel, read_code
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, SIMD_WIDTH
-from mlx_server.runtime.layers.products import MakeProduct, RowProduct
+from mlx_server.runtime.layers.products import MakeProduct, Product, RowProduct
 
-Product = Callable[[mx.array], mx.array]
-"""From `[..., K]` to `[..., N]`."""
+Weights = tuple[mx.array, ...]
+"""Codes, scales and biases; or the weight alone if it is not quantised."""
 
-Weights = tuple[mx.array, mx.array, mx.array]
-"""Codes, scales and biases."""
-
-_INPUTS = ("x", "w", "scales", "biases")
+_QUANTIZED, _DENSE = ("w", "scales", "biases"), ("w",)
 _SIMDGROUPS = 4
 _MAX_SLICES = 8
 _STEP = 256
@@ -48,22 +44,24 @@ class Form(enum.StrEnum):
 class _Shared:
     """The constants of a form: the columns of a simdgroup, and the numbers of rows that can share a weight."""
 
-    text: KernelText
-    header: str
     columns: int
     rows: tuple[int, ...]
 
 
-_FORMS = {
-    Form.VECTOR: _Shared(KernelText("product_vector", _INPUTS, ("y",)), "product_vector.h", 4, (1, 4, 6, 8, 12, 16)),
-    Form.MATRIX: _Shared(KernelText("product_matrix", _INPUTS, ("y",)), "product_matrix.h", 16, (8, 16, 32)),
-}
-PRODUCT_FILES = tuple(name for form in _FORMS.values() for name in (f"{form.text.name}.msl", form.header))
+_FORMS = {Form.VECTOR: _Shared(4, (1, 4, 6, 8, 12, 16)), Form.MATRIX: _Shared(16, (8, 16, 32))}
+PRODUCT_FILES = (
+    *(f"product_{form}.{kind}" for form in Form for kind in ("msl", "h")),
+    "product_quantized.h",
+    "product_dense.h",
+)
+_DENSE_GROUP = 32
+"""What the depth of a weight that is not quantised must be a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """A quantised weight `[num_columns, depth]` and the `dtype` of activations."""
+    """A weight `[num_columns, depth]` of `bits` for activations of `dtype`. If it is not quantised, it has the bits of
+    `dtype` and groups of 32."""
 
     num_columns: int
     depth: int
@@ -75,10 +73,10 @@ class ProductShape:
         """Raises `ValueError` if no kernel supports it."""
         groups = self.num_columns * self.depth // self.group_size
         if (
-            self.bits not in (4, 8)
-            or self.group_size not in (32, 64, 128)
+            self.dtype not in DTYPES
+            or self.bits not in (4, 8, 8 * self.dtype.size)
+            or self.group_size not in ((32, 64, 128) if self.is_quantized else (_DENSE_GROUP,))
             or self.depth % self.group_size
-            or self.dtype not in DTYPES
             or groups < SMALL_ARRAY  # MLX passes smaller inputs in another address space
             or self.num_columns * self.depth * self.bits // 32 >= 2**32
         ):
@@ -87,25 +85,32 @@ class ProductShape:
     @classmethod
     def of(cls, layer: Any) -> ProductShape | None:
         """The shape of the weight of a linear layer or a tied head; None if no kernel supports it."""
-        if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) or layer.weight.ndim != 2:
-            return None
-        if getattr(layer, "mode", "affine") != "affine":
-            return None
-        columns, groups = layer.scales.shape
         try:
-            return cls(columns, groups * layer.group_size, layer.bits, layer.group_size, layer.scales.dtype)
+            if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+                if layer.weight.ndim != 2 or getattr(layer, "mode", "affine") != "affine":
+                    return None
+                columns, groups = layer.scales.shape
+                return cls(columns, groups * layer.group_size, layer.bits, layer.group_size, layer.scales.dtype)
+            if isinstance(layer, nn.Linear | nn.Embedding) and layer.weight.ndim == 2:
+                (columns, depth), dtype = layer.weight.shape, layer.weight.dtype
+                return cls(columns, depth, 8 * dtype.size, _DENSE_GROUP, dtype)
         except ValueError:
-            return None
+            pass
+        return None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits < 16
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of codes, scales and biases."""
+        """The bytes of the weight, with scales and biases if it is quantised."""
         size = self.num_columns * self.depth
-        return size * self.bits // 8 + 2 * size // self.group_size * self.dtype.size
+        return size * self.bits // 8 + (2 * size // self.group_size * self.dtype.size if self.is_quantized else 0)
 
     def __str__(self) -> str:
-        bits = f"{self.bits} bits in groups of {self.group_size}"
-        return f"{self.num_columns} x {self.depth}, {bits}, {dtype_name(self.dtype)}"
+        bits = f"{self.bits} bits in groups of {self.group_size}, " if self.is_quantized else ""
+        return f"{self.num_columns} x {self.depth}, {bits}{dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +203,20 @@ class ProductKernels:
 
     def kernel(self, form: Form, shape: ProductShape, cut: Cut, rows: int) -> Kernel:
         """The kernel for tiles of `rows` rows. The weight's sizes are no constants, so few kernels are compiled."""
-        shared = _FORMS[form]
         sizes = {
             "BITS": shape.bits,
             "GROUP": shape.group_size,
             "ROWS": rows,
-            "COLUMNS": shared.columns,
+            "COLUMNS": _FORMS[form].columns,
             "ACROSS": cut.across,
             "SLICES": cut.slices,
         }
         key = form, shape.dtype, *sizes.values()
         if key not in self._kernels:
-            types = {"T": _TYPES[shape.dtype]}
-            self._kernels[key] = shared.text.make(self._make_kernel, read_text(shared.header), sizes, types)
+            text = KernelText(f"product_{form}", ("x", *(_QUANTIZED if shape.is_quantized else _DENSE)), ("y",))
+            column = read_code("product_quantized.h" if shape.is_quantized else "product_dense.h")
+            header = read_code(f"product_{form}.h") + column
+            self._kernels[key] = text.make(self._make_kernel, header, sizes, {"T": _TYPES[shape.dtype]})
         return self._kernels[key]
 
 
@@ -219,7 +225,7 @@ _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
 
 def weights_of(layer: Any) -> Weights:
     """The arrays that a product of the layer reads."""
-    return layer.weight, layer.scales, layer.biases
+    return tuple(layer[name] for name in ("weight", "scales", "biases") if name in layer)
 
 
 def form_maker(kernels: ProductKernels, form: Form) -> MakeProduct:

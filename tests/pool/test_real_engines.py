@@ -1,0 +1,66 @@
+"""The pool with a real engine, whose steps fail."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_server.config import Config, ModelConfig
+from mlx_server.engine.memory.budget import MemoryBudget
+from mlx_server.engine.parts import Surroundings
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.errors import EngineDeadError
+from mlx_server.pool.catalog import Catalog
+from mlx_server.pool.model_pool import ModelPool
+from mlx_server.runtime.model_runner import ModelRunner
+from tests.api.worlds import until
+from tests.device_memory import active_bytes
+from tests.engine_worlds import greedy, make_folder
+
+
+def ask(name: str, max_tokens: int) -> GenerationRequest:
+    return GenerationRequest(request_id=name, prompt_token_ids=[1, 2, 3], sampling=greedy(max_tokens))
+
+
+async def read(stream: RequestStream) -> list[int]:
+    return [token_id async for delta in stream for token_id in delta.token_ids]
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request gets the answer of before, and the memory of the dead engine is free."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest would keep the error's frames
+    config = Config(model=ModelConfig(model=str(make_folder(tmp_path / "model"))))
+    now_s = 0.0
+    budget, around = MemoryBudget.of(config.memory), Surroundings.alone(config.memory)
+    pool = ModelPool(Catalog(config), budget, config.pool, around, clock=lambda: now_s)
+    await pool.start()
+    try:
+        with await pool.acquire(None) as engine:
+            wanted = await read(engine.submit(ask("first", 20)))
+            used_bytes = active_bytes()
+            streams = [engine.submit(ask(f"r{i}", 200)) for i in range(3)]
+            await anext(streams[0])
+            now_s = 100.0
+            with monkeypatch.context() as broken:
+
+                def explode(self: ModelRunner, *arguments: Any) -> None:
+                    raise MemoryError("[malloc] Unable to allocate 8 bytes")
+
+                broken.setattr(ModelRunner, where, explode)
+                for stream in streams:
+                    with pytest.raises(EngineDeadError, match=r"MemoryError.*8 bytes\. Send the request again"):
+                        await read(stream)
+        assert pool.death() is None
+        await until(lambda: pool.find(None).is_ready and not pool.find(None).is_dead)
+        with await pool.acquire(None) as engine:
+            assert await read(engine.submit(ask("first", 20))) == wanted
+            assert engine.stats().num_generated_tokens >= 2 * 20
+        assert active_bytes() <= used_bytes
+    finally:
+        await pool.stop(0.0)
