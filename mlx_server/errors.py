@@ -12,7 +12,7 @@
     |   |-- QueueFullError         the server's limit, or the place went to a request of a better tier
     |   `-- QueueTimeoutError      waited longer than the configured limit
     |-- InsufficientMemoryError    can never fit the memory of this machine
-    |-- EngineDeadError            the MLX thread has died; the process must restart
+    |-- EngineDeadError            a step of the model has failed, or the MLX thread has died
     |-- ModelLoadError             a model's folder or weights cannot be served
     |-- DownloadError              a download failed or the file is corrupt
     `-- ConfigError                a configuration file, flag or environment value is wrong

@@ -35,6 +35,7 @@ CLIENT_CLOSED_REQUEST = 499
 _MAX_LISTED_ERRORS = 10
 _MAX_MESSAGE_CHARS = 1000
 _MAX_ERROR_CHARS = 4000
+_DEATH_RETRY_S = "5"
 _MAX_PARAM_CHARS = 200
 _MAX_SHOWN_CHARS = 40
 
@@ -127,6 +128,8 @@ def error_info(error: Exception) -> ErrorInfo:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, errors.EngineDeadError):  # clients should not repeat at once what may have been the reason
+        headers |= {"x-should-retry": "false", "retry-after": _DEATH_RETRY_S}
     param = "model" if isinstance(error, errors.ModelNotFoundError) else None
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
         param = _cut(error.param, _MAX_PARAM_CHARS)

@@ -179,10 +179,12 @@ class ContinuousBatchingScheduler:
     def fail_all(self) -> list[str]:
         """Ends all requests after the executor has died, and returns their ids."""
         ended = list(self._table.requests.values())
-        for request in ended:
-            self._table.end(request, FinishReason.ERROR)
-        if self.disk is not None:
-            self.disk.close()
+        try:
+            for request in ended:
+                self._table.end(request, FinishReason.ERROR)
+        finally:
+            if self.disk is not None:
+                self.disk.close()
         while self._table.submitted:
             for blocks in self._table.submitted.popleft().detached:
                 self.blocks.free_detached(blocks)

@@ -166,7 +166,7 @@ def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path)
         "EnvironmentVariables": _environment(),
         "WorkingDirectory": os.getcwd(),  # relative paths keep their meaning
         "RunAtLoad": True,
-        # The server exits with 0 after a signal, and with another status when its engine has died.
+        # The server exits with 0 after a signal, and with another status when only a restart helps.
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": _RESTART_PAUSE_S,
         # SIGTERM drains open streams; by default, launchd kills after 20 s.

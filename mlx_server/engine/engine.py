@@ -328,7 +328,7 @@ class AsyncEngine:
         parts, self._parts = self._parts, None
         self._given, self._loop_task = GivenModels(), None
         if parts is not None:
-            await unload_parts(parts, self._around.thread)
+            await unload_parts(parts, self._around.thread, has_failed=self.state is EngineState.DEAD)
 
     async def _run(self) -> None:
         """Runs the scheduler's loop. An error in it fails all requests and makes the engine dead."""
@@ -350,9 +350,10 @@ class AsyncEngine:
             parts.scheduler.fail_all()
         except Exception:  # the error may have interrupted a step
             logger.exception("The scheduler of %s was left as it is", self.model_name)
+        self._around.on_death()
 
     def _death_error(self) -> EngineDeadError:
-        return EngineDeadError(f"The engine of {self.model_name} has died: {self.error}. Send the request again.")
+        return EngineDeadError(f"The engine of {self.model_name} has died: {self.error}.")
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Puts a step's outputs on their streams. The readers are called later, in one callback after the scheduler's

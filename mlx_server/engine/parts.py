@@ -42,7 +42,7 @@ from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release, wait_for_device
 from mlx_server.runtime.pooling import read_pooling
 
 logger = logging.getLogger(__name__)
@@ -110,14 +110,15 @@ class Surroundings:
     """What an engine shares with the other engines of the process.
 
     `is_shared` says whether other engines' requests run on the device; `on_progress` gets the fraction of the weights
-    that has been read. `share` is the model's share of the common budget; without one, the engine may use all that its
-    configuration allows. `watch` watches the memory for all engines; without one, the engine has its own. `ranks` are
-    the machines on which the model runs.
+    that has been read; `on_death` is called when the engine has died. `share` is the model's share of the common
+    budget; without one, the engine may use all that its configuration allows. `watch` watches the memory for all
+    engines; without one, the engine has its own. `ranks` are the machines on which the model runs.
     """
 
     thread: MLXThread
     is_shared: Callable[[], bool] = lambda: False
     on_progress: Callable[[float], None] = lambda share: None
+    on_death: Callable[[], None] = lambda: None
     share: MemoryShare | None = None
     watch: MemoryWatch | None = None
     disk: KvDisk | None = None
@@ -170,20 +171,24 @@ async def load_parts(
         raise
 
 
-async def unload_parts(parts: EngineParts, thread: MLXThread) -> None:
+async def unload_parts(parts: EngineParts, thread: MLXThread, *, has_failed: bool = False) -> None:
     """Frees everything loaded. The last references are dropped on the MLX thread, which then clears MLX's cache. The
-    caller has dropped its references."""
+    caller has dropped its references. If a step `has_failed`, the thread first waits for the device, since MLX may
+    report an error of the device late."""
     parts.executor.close()
     parts.ranks.unload()
     if parts.own_share is not None:
         parts.own_share.release()
     last: list[object] = [parts.loaded, parts.runner, parts.draft]
-    closing = [parts.runner.close] if parts.draft is None else [parts.runner.close, parts.draft.runner.close_draft]
+    closing: list[Callable[[], object]] = [lambda: release(last), parts.runner.close]
+    closing += [] if parts.draft is None else [parts.draft.runner.close_draft]
+    closing += [wait_for_device] if has_failed else []
     del parts
-    if thread.is_alive:
-        while closing:
+    while closing and thread.is_alive:
+        try:
             await asyncio.wrap_future(thread.call(closing.pop()))
-        await asyncio.wrap_future(thread.call(lambda: release(last)))
+        except Exception:  # the rest must be freed nevertheless
+            logger.exception("An error while a model was unloaded")
 
 
 async def _load_parts(

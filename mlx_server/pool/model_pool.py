@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
@@ -19,23 +20,20 @@ from mlx_server.engine.prefixes.kv_events import KvEvents, open_events
 from mlx_server.errors import (
     EngineDeadError,
     InsufficientMemoryError,
-    ModelNotFoundError,
     OverloadedError,
-    PermissionDeniedError,
     ServeError,
 )
 from mlx_server.kv_disk.disk import KvDisk
-from mlx_server.pool.catalog import Catalog, Offer, model_not_found
+from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
-from mlx_server.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
 _PROBATION_S = 60.0
-"""If an engine dies sooner after it was loaded, loading the model again would not help."""
+"""If an engine dies sooner after it was loaded, loading the model again would probably not help."""
 
 
 class Lease:
@@ -97,6 +95,7 @@ class ModelPool:
         self._sweeper: asyncio.Task[None] | None = None
         self.is_starting = True
         self._is_stopping = False
+        self._death: str | None = None
 
     # --- models and engines ---------------------------------------------------------------------------------
 
@@ -146,14 +145,9 @@ class ModelPool:
         return any(spec.name == offer.spec.name for spec in self._catalog.configured)
 
     def death(self) -> str | None:
-        """Why nothing can be generated until the process restarts; None while all is well. A dead engine is replaced
-        instead if it has served for a minute, unless its model runs on several machines."""
-        is_alive, is_alone = self._around.thread.is_alive, self._around.ranks.group is None
-        for model in self._loaded():
-            is_replaced = is_alive and is_alone and self._clock() - model.ready_s >= _PROBATION_S
-            if model.is_dead and model.engine is not None and not is_replaced:
-                return f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        return None if is_alive else "The MLX thread has ended."
+        """Why nothing can be generated until the process restarts; None while all is well, or an engine that has died
+        is replaced."""
+        return self._death or (None if self._around.thread.is_alive else "The MLX thread has ended.")
 
     # --- use ------------------------------------------------------------------------------------------------
 
@@ -164,9 +158,6 @@ class ModelPool:
         model = self.find(name)
         while True:
             self._check_alive()
-            if model.is_dead:
-                await self._unload(model)
-                continue
             if model.is_ready and not model.is_yielding:
                 return Lease(model, self._on_used)
             if model.is_loaded:
@@ -199,6 +190,7 @@ class ModelPool:
         """Unloads a model when its open requests have ended; those still open after `drain_timeout_s` fail. A load in
         progress is cancelled. Does nothing if the model is not loaded."""
         model = self.find(name)
+        model.is_lost = False
         if model.state is ModelState.LOADING:
             await self._give_up(model)
         elif model.state is ModelState.READY:
@@ -211,6 +203,7 @@ class ModelPool:
         model = self.find(name)
         if model.engine is not None:
             model.keep_alive_s = idle_s
+            model.is_lost = model.is_lost and idle_s > 0
 
     async def expire_idle(self) -> None:
         """Unloads models that have been idle for too long."""
@@ -220,15 +213,12 @@ class ModelPool:
                 logger.info("Unloading %s: nobody has used it for %g s", model.name, ttl_s)
                 await self._unload(model)
 
-    async def replace_dead(self) -> None:
-        """Unloads models whose engines have died, and starts to load those that are pinned. Requests for another load
-        it."""
+    def retry_lost(self) -> None:
+        """Starts to load pinned models whose engines have died and that could not be loaded again at once."""
         for model in self.models():
-            if model.is_dead and self.death() is None:
-                logger.warning("%s is unloaded, because its engine has died", model.name)
-                await self._unload(model)
-                if model.spec.is_pinned and model.state is ModelState.UNLOADED:
-                    self._load_task(model)
+            is_down = model.state in (ModelState.UNLOADED, ModelState.FAILED)
+            if model.is_lost and is_down and self._clock() >= model.retry_s:
+                self._load_task(model)
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -287,6 +277,7 @@ class ModelPool:
         """The load of the model, which is started if there is none."""
         if model.name not in self._loads:
             model.begin_load()
+            model.retry_s = 0.0
             self._loads[model.name] = asyncio.create_task(self._load(model), name=f"load {model.name}")
         return self._loads[model.name]
 
@@ -295,8 +286,9 @@ class ModelPool:
         Returns why the model is not ready; None if it is."""
         logger.info("Loading %s", model.name)
         try:
-            need = await in_daemon_thread(lambda: self._estimate(model.spec.config))
-            await self._take_room(model, need)
+            if model.share is None:
+                model.need = await in_daemon_thread(lambda: self._estimate(model.spec.config))
+                await self._take_room(model, model.need)
             async with self._load_turn:
                 await self._start_engine(model)
         except asyncio.CancelledError:
@@ -305,6 +297,7 @@ class ModelPool:
         except OverloadedError as error:
             logger.warning("The model %s cannot be loaded now: %s", model.name, error)
             model.give_up_load(LoadResult.NO_ROOM)
+            model.retry_s = self._clock() + self._settings.retry_failed_s
             return error
         except Exception as error:
             logger.error(
@@ -342,6 +335,7 @@ class ModelPool:
             on_progress=on_progress,
             share=model.share,
             watch=self._watch,
+            on_death=lambda: self._on_death(model),
         )
         metrics = None if model.past is None else model.past.metrics
         model.engine = self._new_engine(model.spec.config, around, metrics=metrics)
@@ -363,13 +357,29 @@ class ModelPool:
 
     async def _unload(self, model: PooledModel, drain_timeout_s: float = 0.0) -> None:
         """Returns when the model is unloaded. Cancelling the caller does not stop the unload."""
+        self._begin_unload(model, drain_timeout_s)
+        while model.state is ModelState.DRAINING:
+            await self._changes.wait()
+
+    def _begin_unload(self, model: PooledModel, drain_timeout_s: float) -> None:
         if model.state is ModelState.READY:
             model.begin_drain()
             task = asyncio.create_task(self._stop_engine(model, drain_timeout_s), name=f"unload {model.name}")
             self._unloads.add(task)
             task.add_done_callback(self._unloads.discard)
-        while model.state is ModelState.DRAINING:
-            await self._changes.wait()
+
+    def _on_death(self, model: PooledModel) -> None:
+        """The engine of the model has died: it is unloaded, and loaded again at once if it is pinned, else for the next
+        request. The process must end if that would not help."""
+        assert model.engine is not None, "a model that dies has an engine"
+        reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
+        is_new = self._clock() - model.ready_s < _PROBATION_S
+        if is_new or not self._around.thread.is_alive or self._around.ranks.group is not None:
+            self._death = reason
+            return
+        logger.warning("%s The model is unloaded.", reason)
+        model.is_lost = model.spec.is_pinned and model.keep_alive_s != 0
+        self._begin_unload(model, 0.0)
 
     async def _stop_engine(self, model: PooledModel, drain_timeout_s: float) -> None:
         assert model.engine is not None, "a model that is drained has an engine"
@@ -378,12 +388,16 @@ class ModelPool:
         finally:
             model.become_unloaded()
             logger.info("%s is unloaded", model.name)
+            if model.is_lost and not self._is_stopping:
+                self._load_task(model)
+                with contextlib.suppress(InsufficientMemoryError):  # at once, before another load can take the room
+                    model.share = None if model.need is None else self.budget.take(model.name, model.need)
             self._changes.notify()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            await self.replace_dead()
+            self.retry_lost()
             await self.expire_idle()
 
     def _refusal(self, model: PooledModel, failure: Exception) -> ServeError:
@@ -413,30 +427,3 @@ def build_pool(config: Config) -> ModelPool:
     if around.disk is not None and events is not None:
         around.disk.store.on_change = events.on_disk_change
     return ModelPool(catalog, budget, config.pool, around)
-
-
-def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
-    """Whether the tier may use the model, by any of its names. A model with an adapter counts as a model of its own.
-    Raises `ModelNotFoundError`."""
-    return tier.models is None or pool.offer(model).name in _allowed_names(pool, tier.models)
-
-
-def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
-    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, whose suggestion
-    is a model that the tier may use."""
-    try:
-        is_allowed = may_use(pool, tier, model)
-    except ModelNotFoundError as error:
-        if tier.models is None:
-            raise
-        raise model_not_found(error.model, _allowed_names(pool, tier.models)) from None
-    if not is_allowed:
-        raise PermissionDeniedError(
-            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
-            f"{', '.join(tier.models or ())}."
-        )
-
-
-def _allowed_names(pool: ModelPool, names: Iterable[str]) -> list[str]:
-    """The listed names of the models in a tier's list that are served."""
-    return [offer.name for offer in map(pool.look_up, names) if offer is not None]

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory.budget import MemoryShare
+from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.pool.catalog import ModelSpec
 
 
@@ -18,9 +19,9 @@ class ModelState(enum.StrEnum):
 
     UNLOADED --begin_load--> LOADING --become_ready--> READY --begin_drain--> DRAINING --become_unloaded--> UNLOADED
                                | ^                                                ^
-                    fail_load, | | begin_load                                     |
-                               v |                                                |
-                             FAILED        LOADING --give_up_load--> UNLOADED     READY whose engine died
+                    fail_load, | | begin_load
+                               v |
+                             FAILED        LOADING --give_up_load--> UNLOADED
     """
 
     UNLOADED = "unloaded"
@@ -43,15 +44,18 @@ class LoadResult(enum.StrEnum):
 class PooledModel:
     """A model and its engine, which it has while LOADING, READY or DRAINING. Only the pool changes it.
 
+    `need` is the last estimate of the memory that it needs, `share` what is booked for it while it has an engine.
     `past` is the engine of an earlier load, for its counts. `num_users` counts requests that use the engine or wait for
     it to load. While `is_yielding`, new requests wait, so that the model becomes idle and can make room for another.
-    After `retry_s`, a load that failed with `failure` may be tried again. `keep_alive_s` is the idle time that a client
+    After `retry_s`, a load that failed with `failure` may be tried again. While a model `is_lost`, its engine has died,
+    and it should be loaded again without a request. `keep_alive_s` is the idle time that a client
     asked for, until the model is unloaded: infinity is forever, None means what the specification says.
     """
 
     spec: ModelSpec
     state: ModelState = ModelState.UNLOADED
     engine: AsyncEngine | None = None
+    need: MemoryNeed | None = None
     share: MemoryShare | None = None
     past: AsyncEngine | None = None
     failure: Exception | None = None
@@ -62,6 +66,7 @@ class PooledModel:
     last_used_s: float = 0.0
     load_progress: float = 0.0
     is_yielding: bool = False
+    is_lost: bool = False
     keep_alive_s: float | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,11 +82,6 @@ class PooledModel:
     @property
     def is_ready(self) -> bool:
         return self.state is ModelState.READY
-
-    @property
-    def is_dead(self) -> bool:
-        """Ready once, but its engine has died."""
-        return self.is_ready and self.engine is not None and self.engine.state is EngineState.DEAD
 
     @property
     def is_loaded(self) -> bool:
@@ -116,6 +116,7 @@ class PooledModel:
         self._move((ModelState.LOADING,), ModelState.READY)
         self.loads[LoadResult.READY] += 1
         self.ready_s = self.last_used_s = now
+        self.is_lost = False
         self.load_progress = 1.0
 
     def fail_load(self, failure: Exception, retry_s: float) -> None:

@@ -101,6 +101,7 @@ class FakeEngine:
         self.num_resets = 0
         self.num_paused = 0
         self._resumed = asyncio.Event()
+        self.on_death: Callable[[], None] = lambda: None
 
     @property
     def names(self) -> ServedNames:
@@ -158,6 +159,7 @@ class FakeEngine:
         self.state = EngineState.DEAD
         self.error = error.message
         self._fail(error)
+        self.on_death()
 
     def _fail(self, error: ServeError) -> None:
         self.fail_with, self.fail_after = error, 0
@@ -173,7 +175,9 @@ class FakeFactory:
         self.is_alive = True
 
     def make(self, config: Config, around: Surroundings, *, metrics: object) -> FakeEngine:
-        return self._engines[config.model.served_model_name or ""]
+        engine = self._engines[config.model.served_model_name or ""]
+        engine.on_death = around.on_death
+        return engine
 
     def stop(self) -> None:
         self.is_alive = False

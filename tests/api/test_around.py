@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.engine.engine import EngineState
 from mlx_server.engine.text.chat import ChatFormatter
+from mlx_server.errors import EngineDeadError
 from tests.api.fakes import NUM_BLOCKS
 from tests.api.worlds import World, until, user
 from tests.text_worlds import make_tokenizer
@@ -45,7 +45,7 @@ async def test_health_is_an_empty_200(world: World, method: str):
 
 
 async def test_health_tells_what_is_wrong(world: World):
-    world.engine.state = EngineState.DEAD
+    world.engine.die(EngineDeadError("bad luck"))
     response = await world.http.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "dead"})
 

@@ -8,7 +8,6 @@ import pytest
 
 from mlx_server import errors
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
-from mlx_server.engine.engine import EngineState
 from tests.api.sse import bodies
 from tests.api.worlds import ALL_ERRORS, World, user
 
@@ -249,9 +248,11 @@ async def test_what_the_model_does_not_do_is_not_to_be_tried_again(world: World)
 
 
 async def test_a_dead_engine(world: World):
-    world.engine.state, world.engine.error = EngineState.DEAD, "out of luck"
+    """The client's library does not repeat at once what may have been the reason."""
+    world.engine.die(errors.EngineDeadError("out of luck"))
     response = await world.chat()
     assert response.status_code == 503
+    assert (response.headers["x-should-retry"], response.headers["retry-after"]) == ("false", "5")
     assert "out of luck" in response.json()["error"]["message"]
 
 

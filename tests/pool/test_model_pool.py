@@ -39,10 +39,11 @@ MIB = 2**20
 
 @dataclass
 class Engine:
-    """Loads when `gate` is open; `refusal` is what it fails with."""
+    """Loads when `gate` is open and stops when `stop_gate` is; `refusal` is what it fails with."""
 
     name: str
     gate: asyncio.Event
+    stop_gate: asyncio.Event
     around: Surroundings
     metrics: object
     refusal: Exception | None = None
@@ -75,9 +76,10 @@ class Engine:
 
     def die(self) -> None:
         self.state, self.error = EngineState.DEAD, "bad luck"
+        self.around.on_death()
 
     async def stop(self, drain_timeout_s: float) -> None:
-        await asyncio.sleep(0)
+        await self.stop_gate.wait()
         self.state, self.stopped_after_s = EngineState.STOPPED, drain_timeout_s
 
 
@@ -89,11 +91,12 @@ class Factory:
     made: list[Engine] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_gate: asyncio.Event = field(default_factory=asyncio.Event)
     is_alive: bool = True
 
     def make(self, config: Config, around: Surroundings, *, metrics: object) -> Engine:
         name = config.model.served_model_name or ""
-        engine = Engine(name, self.gate, around, metrics or object(), self.refusals.get(name))
+        engine = Engine(name, self.gate, self.stop_gate, around, metrics or object(), self.refusals.get(name))
         self.made.append(engine)
         return engine
 
@@ -114,6 +117,7 @@ class World:
         config = Config(models=entries, pool=PoolConfig(**settings))
         self.factory = Factory()
         self.factory.gate.set()
+        self.factory.stop_gate.set()
         plenty = MemoryReading(2**41, 2**41, 2**41, 0)
         self.pool = ModelPool(
             Catalog(config),
@@ -363,11 +367,20 @@ async def test_an_explicit_load_does_not_wait_for_the_pause_to_end():
         assert (await world.pool.load("a")).state is ModelState.READY
 
 
+# --- dead engines -----------------------------------------------------------------------------------------------
+
+
+def pinned_and(*names: str) -> tuple[ModelEntry, ...]:
+    others = (ModelEntry(id=name, model=f"/models/{name}") for name in names)
+    return (ModelEntry(id="a", model="/models/a", pinned=True), *others)
+
+
 async def test_the_death_of_a_new_engine_or_of_the_thread_ends_everything():
     async with world_of("a", "b") as world:
         await world.use("a")
         world.now_s += 59.0
         world.factory.made[0].die()
+        world.now_s += 100.0
         assert world.pool.death() == "The engine of a has died: bad luck."
         for name in ("a", "b"):
             with pytest.raises(EngineDeadError, match="bad luck"):
@@ -377,10 +390,21 @@ async def test_the_death_of_a_new_engine_or_of_the_thread_ends_everything():
     assert world.pool.death() == "The MLX thread has ended."
 
 
+async def test_a_new_engine_that_dies_while_it_drains_ends_everything_too():
+    async with world_of("a") as world:
+        await world.use("a")
+        world.factory.stop_gate.clear()
+        unload = asyncio.create_task(world.pool.unload("a", 60.0))
+        await until(lambda: world.states()["a"] == "draining")
+        world.factory.made[0].die()
+        world.factory.stop_gate.set()
+        await unload
+        assert world.pool.death() == "The engine of a has died: bad luck."
+
+
 async def test_an_engine_that_dies_after_a_minute_is_replaced():
-    """At the next request, or by itself if the model is pinned; other models go on. Counts continue."""
-    entries = (ModelEntry(id="a", model="/models/a", pinned=True), ModelEntry(id="b", model="/models/b"))
-    async with world_of(entries=entries) as world:
+    """At once if the model is pinned, else at the next request; other models go on. Counts continue."""
+    async with world_of(entries=pinned_and("b")) as world:
         await world.use("b")
         world.now_s += 60.0
         first_a, first_b = world.factory.made
@@ -388,14 +412,12 @@ async def test_an_engine_that_dies_after_a_minute_is_replaced():
         first_b.die()
         assert world.pool.death() is None
         with await world.pool.acquire("b") as engine:
-            assert engine is world.factory.made[2]  # type: ignore[comparison-overlap]
-            assert engine.metrics is first_b.metrics  # type: ignore[comparison-overlap]
-        await world.pool.replace_dead()
+            assert engine.metrics is first_b.metrics
         await until(lambda: world.loaded() == {"a", "b"})
-        assert world.factory.loads() == ["a", "b", "b", "a"]
+        assert sorted(world.factory.loads()) == ["a", "a", "b", "b"]
         assert first_a.stopped_after_s == first_b.stopped_after_s == 0.0
-        world.factory.made[2].die()
-        assert world.pool.death() == "The engine of b has died: bad luck.", "again, and soon"
+        world.factory.made[-1].die()
+        assert world.pool.death() is not None, "again, and soon"
 
 
 async def test_a_model_that_nobody_pinned_is_loaded_again_only_for_a_request():
@@ -403,26 +425,88 @@ async def test_a_model_that_nobody_pinned_is_loaded_again_only_for_a_request():
         await world.use("a")
         world.now_s += 60.0
         world.factory.made[0].die()
-        await world.pool.replace_dead()
+        await until(lambda: world.states() == {"a": "unloaded"})
+        world.pool.retry_lost()
         assert world.states() == {"a": "unloaded"}
         assert world.pool.budget.held_bytes == 0
         await world.use("a")
         assert world.loaded() == {"a"}
 
 
-async def test_engines_of_a_dead_thread_or_on_several_machines_are_not_replaced():
-    async with world_of("a") as world:
-        await world.use("a")
+async def test_a_pinned_model_that_cannot_be_loaded_again_is_tried_until_it_can():
+    async with world_of(entries=pinned_and()) as world:
+        world.now_s += 60.0
+        world.factory.refusals["a"] = ModelLoadError("the disk is asleep")
+        world.factory.made[0].die()
+        await until(lambda: world.states() == {"a": "failed"})
+        world.pool.retry_lost()
+        assert world.factory.loads() == ["a", "a"], "not before the pause between loads has passed"
+        for num_loads in (3, 4):
+            world.now_s += 30.0
+            world.pool.retry_lost()
+            await until(lambda: world.states() == {"a": "failed"})
+            assert len(world.factory.made) == num_loads
+        del world.factory.refusals["a"]
+        world.now_s += 30.0
+        world.pool.retry_lost()
+        await until(lambda: world.loaded() == {"a"})
+        world.pool.retry_lost()
+        assert len(world.factory.made) == 5
+
+
+async def test_a_load_that_waits_for_room_does_not_get_that_of_a_pinned_model_that_died():
+    async with world_of(entries=pinned_and("b", "c")) as world:
+        lease = await world.pool.acquire("b")
+        waiting = asyncio.create_task(world.pool.acquire("c"))
+        await until(lambda: world.states()["c"] == "loading")
+        await asyncio.sleep(0.02)
         world.now_s += 60.0
         world.factory.made[0].die()
-        world.factory.is_alive = False
+        await until(lambda: world.loaded() == {"a", "b"})
+        assert world.states()["c"] == "loading"
+        lease.end()
+        (await waiting).end()
+        assert world.loaded() == {"a", "c"}
+
+
+@pytest.mark.parametrize("asked", ["unload", "keep alive 0 before", "keep alive 0 after"])
+async def test_a_pinned_model_that_was_asked_to_go_is_not_loaded_again(asked: str):
+    async with world_of(entries=pinned_and()) as world:
+        world.now_s += 60.0
+        if asked == "keep alive 0 before":
+            world.pool.keep_alive("a", 0.0)
+        world.factory.made[0].die()
+        if asked == "unload":
+            await world.pool.unload("a", 0.0)
+        elif asked == "keep alive 0 after":
+            world.pool.keep_alive("a", 0.0)
+        await until(lambda: world.states() == {"a": "unloaded"})
+        world.now_s += 60.0
+        world.pool.retry_lost()
+        assert world.factory.loads() == ["a"]
+
+
+async def test_an_engine_that_dies_during_a_stop_is_not_replaced():
+    world = World(entries=pinned_and())
+    await world.pool.start()
+    world.now_s += 60.0
+    world.factory.made[0].die()
+    await world.pool.stop(0.0)
+    assert world.factory.loads() == ["a"]
+    assert world.pool.budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("why", ["the thread has ended", "several machines"])
+async def test_what_a_load_would_not_mend_is_not_loaded_again(why: str):
+    async with world_of(entries=pinned_and()) as world:
+        world.now_s += 60.0
+        world.factory.is_alive = why != "the thread has ended"
+        if why == "several machines":
+            ranks = Ranks()
+            ranks.group = object()  # type: ignore[assignment]
+            world.pool._around = replace(world.pool._around, ranks=ranks)
+        world.factory.made[0].die()
         assert world.pool.death() == "The engine of a has died: bad luck."
-        world.factory.is_alive = True
-        ranks = Ranks()
-        ranks.group = object()  # type: ignore[assignment]
-        world.pool._around = replace(world.pool._around, ranks=ranks)
-        assert world.pool.death() == "The engine of a has died: bad luck."
-        await world.pool.replace_dead()
         assert world.factory.loads() == ["a"]
 
 

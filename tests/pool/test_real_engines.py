@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_server.config import Config, ModelConfig
+from mlx_server.engine import parts
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
@@ -33,7 +34,8 @@ async def read(stream: RequestStream) -> list[int]:
 async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next request gets the answer of before, and the memory of the dead engine is free."""
+    """The next request gets the answer of before, and the memory of the dead engine is free. Nor do late errors of the
+    device matter: where the device is waited for, and while the model is unloaded."""
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest would keep the error's frames
     config = Config(model=ModelConfig(model=str(make_folder(tmp_path / "model"))))
     now_s = 0.0
@@ -47,17 +49,25 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
             streams = [engine.submit(ask(f"r{i}", 200)) for i in range(3)]
             await anext(streams[0])
             now_s = 100.0
-            with monkeypatch.context() as broken:
 
-                def explode(self: ModelRunner, *arguments: Any) -> None:
-                    raise MemoryError("[malloc] Unable to allocate 8 bytes")
+            def explode(*arguments: Any) -> None:
+                raise MemoryError("[malloc] Unable to allocate 8 bytes")
 
+            def close(self: ModelRunner) -> None:
+                original(self)
+                explode()
+
+            original = ModelRunner.close
+            with monkeypatch.context() as late, monkeypatch.context() as broken:
+                late.setattr(parts, "wait_for_device", explode)
+                late.setattr(ModelRunner, "close", close)
                 broken.setattr(ModelRunner, where, explode)
                 for stream in streams:
-                    with pytest.raises(EngineDeadError, match=r"MemoryError.*8 bytes\. Send the request again"):
+                    with pytest.raises(EngineDeadError, match=r"engine of model has died: MemoryError: .*8 bytes\.$"):
                         await read(stream)
-        assert pool.death() is None
-        await until(lambda: pool.find(None).is_ready and not pool.find(None).is_dead)
+                broken.undo()
+                assert pool.death() is None
+                await until(lambda: pool.find(None).is_ready)
         with await pool.acquire(None) as engine:
             assert await read(engine.submit(ask("first", 20))) == wanted
             assert engine.stats().num_generated_tokens >= 2 * 20

@@ -27,7 +27,8 @@ from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.pool.model_pool import ModelPool, check_model_access
+from mlx_server.pool.access import check_model_access
+from mlx_server.pool.model_pool import ModelPool
 from mlx_server.request import Vector
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,9 @@ from mlx_server.engine.models.facts import ModelFacts, read_facts
 from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.environment import version
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
+from mlx_server.pool.access import check_model_access, may_use
 from mlx_server.pool.catalog import Offer
-from mlx_server.pool.model_pool import ModelPool, check_model_access, may_use
+from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import PooledModel
 from mlx_server.sampling_params import SamplingParams
 

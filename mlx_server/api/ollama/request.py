@@ -29,7 +29,8 @@ from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.pool.model_pool import ModelPool, check_model_access
+from mlx_server.pool.access import check_model_access
+from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
 
 NOT_ENFORCED_HEADER = "x-options-not-enforced"

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.engine.embeddings import capabilities
+from mlx_server.pool.access import check_model_access, may_use
 from mlx_server.pool.catalog import Offer
-from mlx_server.pool.model_pool import ModelPool, check_model_access, may_use
+from mlx_server.pool.model_pool import ModelPool
 
 router = APIRouter(tags=["models"])
 

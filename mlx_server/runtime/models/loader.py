@@ -321,6 +321,11 @@ def _check_pooling(loaded: LoadedModel, runner: ModelRunner) -> bool:
     return spec.is_bidirectional
 
 
+def wait_for_device() -> None:
+    """Returns when the device has done all that it was given, or raises its error. MLX thread."""
+    mx.synchronize()
+
+
 def release(last_references: list[object]) -> None:
     """Drops the last references to a model on the thread of its arrays' streams, and returns MLX's cached memory to the
     system. MLX thread."""
