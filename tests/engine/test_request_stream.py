@@ -96,7 +96,13 @@ ONE_BY_ONE = [1] * len(TEXT)
 @pytest.mark.parametrize("included", [False, True])
 @pytest.mark.parametrize(
     ("stop", "text", "num_tokens"),
-    [(("two",), "one ", 7), (("e t", "three"), "on", 5), (("never",), TEXT, 13), (("thr",), "one two ", 11)],
+    [
+        (("two",), "one ", 7),
+        (("e t", "three"), "on", 5),
+        (("never",), TEXT, 13),
+        (("thr",), "one two ", 11),
+        (("three!",), TEXT, 13),
+    ],
 )
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(stop, text, num_tokens, included):
     sampling = SamplingParams(max_tokens=50, stop=stop, include_stop_str_in_output=included, logprobs=0)

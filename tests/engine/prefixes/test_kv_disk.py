@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,7 +18,6 @@ from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, load_config
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.prefixes.model_on_disk import fingerprint
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.kv_disk.files import Files
@@ -29,7 +26,6 @@ from mlx_server.outputs import CompletionDelta
 from tests.adapter_files import write_adapter
 from tests.architectures import config_of
 from tests.engine_worlds import greedy, make_folder, on_the_cpu, random_prompts
-from tests.kv_disk.faults import FaultyFiles
 from tests.tiny_models import build_random, byte_tokenizer, save_model_folder
 from tests.vision_worlds import tiny_vlm
 
@@ -403,49 +399,3 @@ def test_an_update_of_mlx_vlm_makes_prefixes_others_only_where_its_code_computed
 
     run(world)
     assert (keys[0] != keys[1]) is sees
-
-
-# --- what a model is known by -----------------------------------------------------------------------------
-
-
-def test_a_fingerprint_is_that_of_the_contents_wherever_they_lie(tmp_path):
-    prints = set()
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(bytes(100_000))
-        (folder / "config.json").write_text("{}")
-        (folder / "README.md").write_text(name)
-        prints.add(fingerprint(folder, Files(tmp_path / "disk")))
-    assert len(prints) == 1
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.py"])
-def test_any_byte_of_weights_configuration_and_code_changes_it(tmp_path, name):
-    files = Files(tmp_path / "disk")
-    for made in ("model.safetensors", "config.json", "model.py"):
-        (tmp_path / made).write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, files)
-    assert fingerprint(tmp_path, files) == before
-    changed = bytearray(1000)
-    changed[617] = 1
-    (tmp_path / name).write_bytes(changed)
-    assert fingerprint(tmp_path, files) != before
-
-
-def test_a_full_disk_does_not_keep_a_fingerprint_from_being_known(tmp_path, monkeypatch):
-    files = FaultyFiles(tmp_path / "disk", random.Random(0))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, Files(tmp_path / "other"))
-    files.fails_in, files.fault = 0, OSError(errno.ENOSPC, "No space left on device")
-    assert fingerprint(tmp_path, files) == before
-
-
-def test_weights_are_read_once(tmp_path, monkeypatch):
-    files = Files(tmp_path / "disk")
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, files)
-    monkeypatch.setattr(
-        "mlx_server.engine.prefixes.model_on_disk._content_digest", lambda path: pytest.fail("read again")
-    )
-    assert fingerprint(tmp_path, files) == before
