@@ -43,8 +43,7 @@ from parso.python.tree import Keyword
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mlx_server"
-TESTS = "-m pytest -x -q --tb=no --no-header -p no:cacheprovider -o timeout=60 -o faulthandler_timeout=90"
-"""A mutant may make a test wait forever."""
+TESTS = "-m pytest -x -q --tb=no --no-header -p no:cacheprovider"
 MOST_S = 1800.0
 FAST = "not slow and not full and not attack and not soak"
 SLOW = "slow and not full and not attack and not soak"
@@ -218,7 +217,9 @@ def _rounds(path: Path) -> list[tuple[list[str], str]]:
 
 
 def _command(tests: Sequence[str], marks: str) -> str:
-    return f"{shlex.quote(sys.executable)} {TESTS} -m {shlex.quote(marks)} {shlex.join(tests)}"
+    limit_s = 30 if marks == FAST else 300  # a mutant may make a test wait forever
+    limits = f"-o timeout={limit_s} -o faulthandler_timeout={2 * limit_s}"
+    return f"{shlex.quote(sys.executable)} {TESTS} {limits} -m {shlex.quote(marks)} {shlex.join(tests)}"
 
 
 @cache

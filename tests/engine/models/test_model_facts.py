@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,14 @@ def test_a_folder_a_converted_file_or_a_pulled_model_is_found(tmp_path: Path, mo
 def folder_of_pulled(path: Path) -> Path:
     path.parent.mkdir(parents=True)
     return folder_of(path, json.dumps(LLAMA), {"x": TENSOR})
+
+
+def test_whether_a_model_sees_is_no_if_its_files_do_not_say(tmp_path: Path) -> None:
+    """A broken file of a family that sees: loading would name it."""
+    config = {"model_type": "qwen2_vl", "vision_config": {"depth": 1}}
+    assert not facts_of(tmp_path / "text", config).may_see, "there are no weights of an encoder"
+    facts = read_facts(str(folder_of(tmp_path / "broken", json.dumps({**LLAMA, **config}), b"")))
+    assert facts is not None
+    assert not facts.may_see
+    seeing = facts_of(tmp_path / "sees", config, {"visual.x": TENSOR})
+    assert seeing.may_see is (find_spec("mlx_vlm") is not None)
