@@ -48,7 +48,7 @@ MOST_S = 1800.0
 FAST = "not slow and not full and not attack and not soak"
 SLOW = "slow and not full and not attack and not soak"
 NOTHING_RAN = re.compile(r"^(no tests ran|\d+ deselected) in ", re.MULTILINE)
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)*)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s:]+\.py(?:::\w+)*)", re.MULTILINE)
 
 Position = tuple[int, int]
 """Line, from 1, and column, from 0."""

@@ -7,15 +7,21 @@ import errno
 import json
 import random
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mlx_server.config import MemoryConfig
-from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, disk_folder, fingerprint, open_configured
+from mlx_server.config import BLOCK_SIZE, MemoryConfig
+from mlx_server.engine.prefixes import model_on_disk
+from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, disk_folder, fingerprint, flush, open_configured
 from mlx_server.kv_disk.disk import ModelRecords
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import Space
+from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+from tests.batching.worlds import FakeStore, World, make_request, make_world
 from tests.kv_disk.faults import FaultyFiles
 
 
@@ -128,3 +134,85 @@ def test_nobody_is_woken_after_the_end_of_the_loop(tmp_path: Path) -> None:
         records.notify()
     finally:
         disk.close()
+
+
+# --- at the end -------------------------------------------------------------------------------------------
+
+
+class AtOnce:
+    """Runs each step as soon as it is submitted."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.steps: list[SchedulerOutput] = []
+
+    async def submit(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.steps.append(output)
+        self._world.runner.submit(output)
+        return self._world.runner.fetch()
+
+
+def finished_world(store: FakeStore) -> World:
+    """A request has left 10 blocks."""
+    world = make_world(20, store=store)
+    world.add(make_request("a", 10 * BLOCK_SIZE, 5))
+    world.finish()
+    return world
+
+
+async def flushed(world: World, store: FakeStore, **disk: Any) -> AtOnce:
+    executor = AtOnce(world)
+    model = SimpleNamespace(
+        disk=SimpleNamespace(**{"is_on": True, "drain": lambda left_s: True, **disk}), records=store
+    )
+    await flush(model, world.scheduler, executor)  # type: ignore[arg-type]
+    return executor
+
+
+async def test_all_that_is_worth_it_is_saved_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world = finished_world(store := FakeStore())
+    executor = await flushed(world, store)
+    assert len(store.blocks) == 10
+    assert all(step.copies is not None and step.copies.saved for step in executor.steps), "no step does nothing"
+    assert (await flushed(world, store)).steps == []
+    assert caplog.messages == []
+
+
+async def test_what_was_to_be_saved_before_a_cut_is_saved_with_the_rest() -> None:
+    world = finished_world(store := FakeStore())
+    assert world.scheduler.shrink(15, saves_first=True) == 0, "it waits for the disk"
+    executor = await flushed(world, store)
+    assert executor.steps[0].copies is not None
+    assert len(store.blocks) == 10
+
+
+@pytest.mark.parametrize("disk", [{"is_on": False}, {"drain": lambda left_s: True}])
+async def test_what_is_left_at_the_end_is_told(caplog: pytest.LogCaptureFixture, disk: dict[str, Any]) -> None:
+    """The disk has failed, or the day's limit on writes is reached."""
+    caplog.set_level("INFO")
+    world = finished_world(store := FakeStore())
+    store.most_room = 0
+    await flushed(world, store, **disk)
+    assert caplog.messages == ["10 of 10 blocks were not written to disk at the end"]
+    assert store.blocks == {}
+
+
+async def test_a_disk_that_is_slow_is_waited_for_only_so_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_on_disk, "FLUSH_S", 0.1)
+    caplog.set_level("INFO")
+    world = finished_world(store := FakeStore())
+    store.most_room = 0
+    waits: list[float] = []
+
+    def drain(left_s: float) -> bool:
+        waits.append(left_s)
+        time.sleep(min(left_s, 0.03))
+        return False
+
+    await asyncio.wait_for(flushed(world, store, drain=drain), 10)
+    assert 1 < len(waits) < 10
+    assert all(0 <= wait <= 0.1 for wait in waits)
+    assert "not written to disk at the end" in caplog.text
