@@ -182,9 +182,10 @@ def _annotations(source: str) -> Iterator[tuple[Position, Position]]:
 
 def kills(mutant: Mutant, number: int) -> bool:
     """Whether a test of this round fails on the mutant."""
-    tests, marks = _rounds(mutant.path)[number]
-    if not tests:
+    rounds = _rounds(mutant.path)
+    if number >= len(rounds):
         return False
+    tests, marks = rounds[number]
     with use_mutation(mutant.path, mutant.operator, mutant.occurrence):
         outcome, output = run_tests(_command(tests, marks), MOST_S)
     if outcome is TestOutcome.SURVIVED or NOTHING_RAN.search(output):
@@ -213,7 +214,7 @@ def _rounds(path: Path) -> list[tuple[list[str], str]]:
             rounds[2].append(str(test))
     if not any(rounds):
         sys.exit(f"No test names {path}.")
-    return [*((tests, FAST) for tests in rounds), ([test for tests in rounds for test in tests], SLOW)]
+    return [*((tests, FAST) for tests in rounds if tests), ([test for tests in rounds for test in tests], SLOW)]
 
 
 def _command(tests: Sequence[str], marks: str) -> str:
