@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine import observed
@@ -19,11 +20,14 @@ from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.observed import notify
 from mlx_server.engine.parts import GivenModels, Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.errors import EngineDeadError, InvalidRequestError, ModelLoadError, OverloadedError
+from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, OverloadedError
 from mlx_server.outputs import EngineStats
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.models.loader import LoadedModel
+from mlx_server.runtime.models.loader import LoadedModel, is_gpu
+from mlx_server.runtime.models.random_models import build_random
 from mlx_server.sampling_params import SamplingParams
+from mlx_server.tiers import Tier
+from tests.architectures import config_of
 from tests.engine_worlds import built, greedy
 
 CONFIG = Config(
@@ -193,3 +197,103 @@ def test_a_listener_that_fails_is_logged_once_a_minute(
         now[0] += seconds
         assert notify(listen, 0) is None
         assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == num_lines
+
+
+# --- what settings make of it ---------------------------------------------------------------------------------------
+
+
+async def test_settings_reach_the_scheduler_in_seconds_and_by_tier() -> None:
+    scheduler = SchedulerConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        aging_rate=0.5,
+        target_step_ms=250.0,
+        max_step_ms=400.0,
+        max_num_waiting=7,
+        max_queued_tokens=99,
+        queue_timeout_s=3.0,
+        speculate="off",
+    )
+    tiers = {
+        "free": Tier(name="free", max_num_waiting=1),
+        "gold": Tier(name="gold", max_queued_tokens=2),
+        "plain": Tier(name="plain"),
+    }
+    async with engine_of(replace(CONFIG, scheduler=scheduler, tiers=tiers), max_chunk_tokens=32) as engine:
+        await engine.start()
+        limits = engine.scheduler.limits
+        assert limits == SchedulerLimits(
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            max_chunk_tokens=32,
+            aging_rate=0.5,
+            target_step_s=0.25,
+            cheap_rows=32 if is_gpu() else 128,
+            max_step_s=0.4,
+            context_doubling_tokens=engine.info.context_doubling_tokens,
+            queue=QueueLimits(max_num_waiting=7, max_queued_tokens=99),
+            tiers={
+                "free": QueueLimits(max_num_waiting=1, max_queued_tokens=99),
+                "gold": QueueLimits(max_num_waiting=7, max_queued_tokens=2),
+            },
+            queue_timeout_s=3.0,
+            deduplicate_prefixes=True,
+        )
+    scheduler = replace(scheduler, target_step_ms=None, queue_timeout_s=0.0)
+    async with engine_of(replace(CONFIG, scheduler=scheduler)) as engine:
+        await engine.start()
+        limits = engine.scheduler.limits
+        assert (limits.target_step_s, limits.queue_timeout_s, limits.max_chunk_tokens) == (None, None, None)
+        assert limits.tiers == {}
+
+
+@pytest.mark.parametrize(("num_blocks", "limit", "expected"), [(32, 512, 512), (16, 512, 512), (8, 512, 256)])
+async def test_the_context_is_what_the_pool_holds_at_most(
+    caplog: pytest.LogCaptureFixture, num_blocks: int, limit: int, expected: int
+) -> None:
+    config = replace(
+        CONFIG,
+        model=ModelConfig(model="tiny", max_model_len=limit),
+        cache=CacheConfig(num_kv_blocks=num_blocks),
+        scheduler=replace(CONFIG.scheduler, max_num_seqs=1),
+    )
+    async with engine_of(config) as engine:
+        await engine.start()
+        assert engine.max_model_len == expected
+        warned = f"The KV pool can hold {expected} tokens, so the context is limited to that instead of {limit}"
+        assert (warned in caplog.text) is (expected < limit)
+
+
+async def test_a_context_beyond_the_model_s_and_too_small_a_step_are_refused() -> None:
+    own = given().model
+    assert own is not None
+    beyond = own.max_model_len + 1
+    async with engine_of(replace(CONFIG, model=ModelConfig(model="tiny", max_model_len=beyond))) as engine:
+        with pytest.raises(ConfigError, match=f"--max-model-len is {beyond}; the model's limit is {own.max_model_len}"):
+            await engine.start()
+    for num_seqs, fits in ((33, False), (32, True)):
+        scheduler = replace(CONFIG.scheduler, max_num_seqs=num_seqs, max_num_batched_tokens=32)
+        async with engine_of(replace(CONFIG, scheduler=scheduler)) as engine:
+            if fits:
+                await engine.start()
+            else:
+                with pytest.raises(ConfigError, match="must be at least --max-num-seqs, 33"):
+                    await engine.start()
+
+
+@pytest.mark.parametrize(("architecture", "has_checkpoints"), [("llama", False), ("mamba2", True)])
+async def test_prefixes_are_cached_unless_that_is_off(architecture: str, has_checkpoints: bool) -> None:
+    described = config_of(architecture)
+    loaded = GivenModels(LoadedModel(architecture, build_random(described, 1), described, None))
+    for is_on in (True, False):
+        config = replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=is_on))
+        thread = MLXThread()
+        engine = AsyncEngine(config, Surroundings(thread), given=loaded)
+        try:
+            await engine.start()
+            assert engine.scheduler.blocks.enable_prefix_caching is is_on
+            assert (engine.scheduler.blocks.checkpoints is not None) is (is_on and has_checkpoints)
+            assert engine.scheduler.limits.deduplicate_prefixes is not has_checkpoints
+        finally:
+            await engine.stop()
+            thread.stop()
