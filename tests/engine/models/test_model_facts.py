@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from mlx_server.config import Config, ModelConfig
-from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.models import facts as facts_module
-from mlx_server.engine.models.facts import ModelFacts, read_facts
+from mlx_server.engine.models.facts import ModelFacts, ModelFit, fits_of, read_facts
+from mlx_server.engine.models.store import StoredModel
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.folder import read_headers
 
@@ -202,3 +203,29 @@ def test_whether_a_model_sees_is_no_if_its_files_do_not_say(tmp_path: Path) -> N
     assert not facts.may_see
     seeing = facts_of(tmp_path / "sees", config, {"visual.x": TENSOR})
     assert seeing.may_see is (find_spec("mlx_vlm") is not None)
+
+
+def test_each_model_is_told_whether_it_fits_whatever_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    needs = {"small": 10, "large": 10**18, "refused": ModelLoadError("It is odd."), "broken": KeyError("vocab_size")}
+
+    def estimate(config: Config) -> MemoryNeed:
+        need = needs[Path(config.model.model).name]
+        if isinstance(need, Exception):
+            raise need
+        return MemoryNeed(need, 0, 0)
+
+    monkeypatch.setattr(facts_module, "estimate_need", estimate)
+    (tmp_path / "nothing").mkdir()
+    models = [StoredModel("nothing", "home", tmp_path / "nothing", 1), StoredModel("gone", "hub", tmp_path, 1)]
+    for name in needs:
+        folder = folder_of(tmp_path / name, json.dumps({**LLAMA, "max_position_embeddings": 64}), {"x": TENSOR})
+        models.append(StoredModel(name, "home", folder, 1))
+    nothing, gone, small, large, refused, broken = fits_of(models, Config())
+    assert nothing == gone == ModelFit(reason="it is incomplete: `mlx-serve pull` fetches the rest")
+    assert small == ModelFit("F32", 64, 10, "yes")
+    assert large == ModelFit("F32", 64, 10**18, "no")
+    assert refused == ModelFit("F32", 64, None, "no", "It is odd.")
+    assert broken == ModelFit("F32", 64, None, "no", "its files are invalid (KeyError('vocab_size'))")

@@ -9,7 +9,16 @@ import pytest
 from huggingface_hub import constants
 
 from mlx_server.engine.models import store
-from mlx_server.engine.models.store import Fetches, can_be_fetched, find_in, find_pulled, models_in, remove_stored
+from mlx_server.engine.models.store import (
+    Fetches,
+    StoredModel,
+    can_be_fetched,
+    find_in,
+    find_pulled,
+    models_in,
+    remove_stored,
+    stored_models,
+)
 from mlx_server.errors import ModelLoadError
 
 BUNDLED = store.SMOLLM2.name
@@ -19,6 +28,8 @@ BUNDLED = store.SMOLLM2.name
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    scan = store.huggingface_hub.scan_cache_dir
+    monkeypatch.setattr(store.huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path / "hub"))
     (tmp_path / "home" / "models").mkdir(parents=True)
     return tmp_path / "home"
 
@@ -124,3 +135,16 @@ async def test_a_fetch_is_joined_under_each_of_its_names_and_ends_with_its_error
     assert list(fetches.running()) == []
     assert fetches.join("owner/name") is not fetch
     await asyncio.gather(*(running.done for running in fetches.running()), return_exceptions=True)
+
+
+def test_all_models_are_listed_by_name_with_their_place_and_size(home: Path, tmp_path: Path) -> None:
+    mine = put_model(home / "models" / "mine")
+    assert stored_models() == [StoredModel("mine", "home", mine, 2)]
+    put_hub_model(tmp_path / "hub", "owner/name")
+    (put_hub_model(tmp_path / "hub", "a/data").parents[1]).rename(tmp_path / "hub" / "datasets--a--data")
+    (mine / "weights").mkdir()
+    (mine / "weights" / "more").write_bytes(bytes(5))
+    hub = tmp_path / "hub" / "models--owner--name"
+    assert stored_models() == [StoredModel("mine", "home", mine, 7), StoredModel("owner/name", "hub", hub, 2)]
+    assert remove_stored("owner/name") == 2
+    assert not hub.exists()

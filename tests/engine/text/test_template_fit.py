@@ -311,6 +311,12 @@ def call_of(place: str, text: str = "") -> dict[str, Any]:
             [result("north"), CALLS_NORTH, result("north"), result("south")],
             [result("north"), CALLS_NORTH, {**result("north"), "name": "look_at"}, result("south")],
         ),
+        (
+            fit.merge_neighbours,
+            [CALLS_NORTH, ANSWERS, ANSWERS_TWO],
+            [CALLS_NORTH, says("assistant", "Answer one\n\nTwo")],
+        ),
+        (fit.merge_neighbours, [ANSWERS, CALLS_NORTH], [ANSWERS, CALLS_NORTH]),
         (fit.short_ids, [ASKS], [ASKS]),
     ],
 )
