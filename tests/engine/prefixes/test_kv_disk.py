@@ -17,7 +17,7 @@ import pytest
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, load_config
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.kv_disk.files import Files
@@ -399,3 +399,18 @@ def test_an_update_of_mlx_vlm_makes_prefixes_others_only_where_its_code_computed
 
     run(world)
     assert (keys[0] != keys[1]) is sees
+
+
+def test_a_model_is_unloaded_even_if_its_prefixes_cannot_be_saved(tmp_path, monkeypatch, caplog):
+    folder = make_folder(tmp_path / "model")
+
+    async def explode(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk") as engine:
+            monkeypatch.setattr("mlx_server.engine.engine.flush", explode)
+        assert (engine.state, engine.stats().weight_bytes) == (EngineState.STOPPED, 0)
+
+    run(world)
+    assert "were not all kept on disk" in caplog.text

@@ -187,13 +187,20 @@ async def test_what_was_to_be_saved_before_a_cut_is_saved_with_the_rest() -> Non
     assert len(store.blocks) == 10
 
 
-@pytest.mark.parametrize("disk", [{"is_on": False}, {"drain": lambda left_s: True}])
-async def test_what_is_left_at_the_end_is_told(caplog: pytest.LogCaptureFixture, disk: dict[str, Any]) -> None:
-    """The disk has failed, or the day's limit on writes is reached."""
+@pytest.mark.parametrize(("is_on", "num_drains"), [(False, 1), (True, 2)])
+async def test_what_is_left_at_the_end_is_told(caplog: pytest.LogCaptureFixture, is_on: bool, num_drains: int) -> None:
+    """The disk has failed, or the day's limit on writes is reached, for which nobody waits."""
+    drains: list[float] = []
+
+    def drain(left_s: float) -> bool:
+        drains.append(left_s)
+        return True
+
     caplog.set_level("INFO")
     world = finished_world(store := FakeStore())
     store.most_room = 0
-    await flushed(world, store, **disk)
+    await flushed(world, store, is_on=is_on, drain=drain)
+    assert len(drains) == num_drains
     assert caplog.messages == ["10 of 10 blocks were not written to disk at the end"]
     assert store.blocks == {}
 
