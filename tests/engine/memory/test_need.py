@@ -150,3 +150,11 @@ def test_on_metal_steps_have_room_for_the_context_that_is_set(monkeypatch: pytes
     rows = (longer - shorter) // (2 * 1000 * 2)
     assert longer - shorter == 2 * 1000 * 2 * rows, "two layers' keys and values of float16 for 1,000 tokens"
     assert rows > 0
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_numbers_take_what_their_type_does(dtype: str, num_bytes: int) -> None:
+    def weights_bytes(name: str) -> int:
+        return estimate_need(Config(model=ModelConfig(model="random:mini", dtype=name))).weights_bytes
+
+    assert 4 * weights_bytes(dtype) == num_bytes * weights_bytes("float32")
