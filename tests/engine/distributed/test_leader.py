@@ -165,6 +165,27 @@ async def test_a_rank_that_fails_while_this_one_waits_for_it_is_waited_for_only_
     leader.close()
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+async def test_what_has_sums_over_ranks_runs_to_its_end_even_if_it_is_cancelled(is_load: bool) -> None:
+    """Reading weights has none; a rank that makes its runner would wait for this one forever."""
+    leader, (other,) = lead(lambda message: None)
+    work = asyncio.get_running_loop().create_future()
+    task: asyncio.Task[Any] = asyncio.create_task(
+        leader.load(7, work) if is_load else leader.make_runner(PoolRoom(1, 2, 3), work)
+    )
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert (work.cancelled(), task.done()) == (is_load, is_load)
+    if not is_load:
+        work.set_result(("runner", None))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    leader.close()
+    assert other.has_ended.wait(10)
+    assert other.got[-1] == Stop(0)
+
+
 class Runner:
     """A runner whose launches or results may fail."""
 
