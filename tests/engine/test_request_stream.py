@@ -291,6 +291,13 @@ def test_an_answer_has_what_is_asked_for_and_the_context_has_left(max_tokens, mo
     assert made(sampling=SamplingParams(max_tokens=max_tokens), **more).max_total_tokens == most
 
 
+@pytest.mark.parametrize(("max_tokens", "kept"), [(5, 5), (6, 6), (7, 7), (50, 7)])
+def test_of_a_prediction_no_more_than_the_answer_is_kept(max_tokens: int, kept: int) -> None:
+    predicted = tuple(range(50))
+    request = made(sampling=SamplingParams(max_tokens=max_tokens), prediction_token_ids=predicted)
+    assert request.prediction_token_ids == predicted[:kept]
+
+
 def test_a_request_is_its_generation_s() -> None:
     plain = made()
     assert (plain.tier, plain.priority, plain.constraint, plain.adapter) == ("normal", Priority.NORMAL, None, None)
