@@ -414,3 +414,33 @@ def test_a_model_is_unloaded_even_if_its_prefixes_cannot_be_saved(tmp_path, monk
 
     run(world)
     assert "were not all kept on disk" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "no caching", "too small"])
+def test_a_model_whose_prefixes_cannot_be_kept_is_served_without(tmp_path, monkeypatch, caplog, fault):
+    folder = make_folder(tmp_path / "model")
+    settings: dict[str, Any] = {}
+    reason = {
+        "unreadable": "its files cannot be read: it is locked",
+        "no caching": "--no-prefix-caching",
+        "too small": "--kv-disk is 1,000,000 bytes, and one of its blocks or states takes",
+    }[fault]
+    if fault == "unreadable":
+
+        def refuse(*_: object) -> str:
+            raise OSError("it is locked")
+
+        monkeypatch.setattr("mlx_server.engine.prefixes.model_on_disk.fingerprint", refuse)
+    elif fault == "no caching":
+        settings["prefix_caching"] = False
+    else:
+        settings["kv_disk"] = "1MB"
+        monkeypatch.setattr("mlx_server.engine.prefixes.model_on_disk.smallest_slab", lambda space: 2_000_000)
+
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk", **settings) as engine:
+            assert len((await answer(engine, [1, 2, 3], 5))[0]) == 5
+            assert engine._parts.disk is None
+
+    run(world)
+    assert f"are not kept on disk: {reason}" in caplog.text
