@@ -172,8 +172,11 @@ async def flushed(world: World, store: FakeStore, **disk: Any) -> AtOnce:
 async def test_all_that_is_worth_it_is_saved_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     world = finished_world(store := FakeStore())
+    busy: list[bool] = []
+    store.set_busy = busy.append  # type: ignore[method-assign]
     executor = await flushed(world, store)
     assert len(store.blocks) == 10
+    assert busy == [False], "nothing is put off for steps any more"
     assert all(step.copies is not None and step.copies.saved for step in executor.steps), "no step does nothing"
     assert (await flushed(world, store)).steps == []
     assert caplog.messages == []
