@@ -237,6 +237,7 @@ def made(num_prompt: int = 3, sampling: SamplingParams | None = None, *, vocab_s
         ({"images": (image(0, 1),), "pooling": PoolingParams()}, InvalidRequestError, "images", "are made of text"),
         ({"images": (image(0, 0),)}, InvalidRequestError, "images", "Image 0 has tokens 0 to 0 .* which has 3"),
         ({"images": (image(2, 2),)}, InvalidRequestError, "images", "Image 0 has tokens 2 to 4"),
+        ({"images": (image(-1, 2),)}, InvalidRequestError, "images", "Image 0 has tokens -1 to 1"),
         ({"images": (image(0, 2), image(1, 1))}, InvalidRequestError, "images", "Image 1 has tokens 1 to 2"),
         ({"images": (image(0, 1, digest=b"a"),)}, InvalidRequestError, "images", "image 0 has 1 bytes; it must have"),
         (
