@@ -2,12 +2,14 @@
 checks whether a test fails. A mutant that survives is either not tested or makes no difference; the share of survivors
 measures the tests. Works on a copy of the checkout.
 
-The nearest tests run first: those in the module's folder of tests/, then those that import it, then those of its floor,
-then the slow ones. A mutant has survived if none fails.
+There are four rounds of tests, and the survivors of one go into the next: the tests in the module's folder of tests/
+that import it or have its name; the others in that folder and the others that import it; those of its floor; the slow
+ones. Nothing runs on the unchanged code but the tests that failed, which must pass there.
 
 examples:
   ./scripts/mutate                                 # 50 places of batching/ and engine/
   ./scripts/mutate --sample 100 --seed 7 batching
+  ./scripts/mutate --rounds 2 engine/text          # quick; survivors may be known to tests further away
   ./scripts/mutate --minutes 10 batching/blocks/block.py
 """
 
@@ -15,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,9 +43,12 @@ from parso.python.tree import Keyword
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mlx_server"
-TESTS = "-m pytest -x -q --ff --tb=no --no-header"
-NEVER = "not full and not attack and not soak"
-NO_TESTS_COLLECTED = 5
+TESTS = "-m pytest -x -q --tb=no --no-header -p no:cacheprovider"
+MOST_S = 1800.0
+FAST = "not slow and not full and not attack and not soak"
+SLOW = "slow and not full and not attack and not soak"
+NOTHING_RAN = re.compile(r"^(no tests ran|\d+ deselected) in ", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s:]+\.py(?:::\w+)*)", re.MULTILINE)
 
 Position = tuple[int, int]
 """Line, from 1, and column, from 0."""
@@ -75,32 +82,30 @@ class Mutant:
     start: Position
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A command that runs tests, and its timeout."""
-
-    command: str
-    timeout_s: float
-
-
 def main() -> int:
     args = _arguments()
     end_s = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         _copy_checkout(Path(folder))
+        compileall.compile_dir(folder, quiet=1)  # mutants' tests write no bytecode
         os.chdir(folder)
         os.environ["PYTHONPATH"] = folder
         mutants = sampled(_modules(args.folders), args.sample, random.Random(args.seed))
-        num_tried, survivors = 0, []
-        for mutant in mutants:
-            if time.monotonic() > end_s:
-                break
-            diff = survival(mutant)
-            num_tried += 1
-            print(f"{num_tried}/{len(mutants)} {_name(mutant)}: {'killed' if diff is None else 'SURVIVED'}", flush=True)
-            if diff is not None:
-                survivors.append(diff)
-    print(*survivors, sep="\n")
+        survivors, num_tried = mutants, 0
+        for number in range(args.rounds):
+            trying, survivors = survivors, []
+            for index, mutant in enumerate(trying):
+                if time.monotonic() > end_s:
+                    survivors += trying[index:] if number else []
+                    break
+                num_tried += not number
+                is_killed = kills(mutant, number)
+                result = "killed" if is_killed else f"survived\n{_change(mutant)}"
+                print(f"round {number + 1}, {index + 1}/{len(trying)} {_name(mutant)}: {result}", flush=True)
+                survivors += [] if is_killed else [mutant]
+        print(f"The survivors of {args.rounds} rounds:")
+        for mutant in survivors:
+            print(f"{_name(mutant)}\n{_change(mutant)}")
     print(f"{len(survivors)} of {num_tried} survived ({len(survivors) / max(1, num_tried):.0%}); seed {args.seed}")
     return 0
 
@@ -112,6 +117,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("folders", nargs="*", default=["batching", "engine"], help=f"folders or files of {PACKAGE}/")
     parser.add_argument("--sample", type=int, default=50, help="number of places to change (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="of tests, at most (default: all)")
     parser.add_argument("--minutes", type=float, default=60, help="start no mutant after them (default: %(default)s)")
     return parser.parse_args()
 
@@ -174,45 +180,59 @@ def _annotations(source: str) -> Iterator[tuple[Position, Position]]:
                 yield (note.lineno, note.col_offset), (note.end_lineno, note.end_col_offset)
 
 
-def survival(mutant: Mutant) -> str | None:
-    """The mutant's change if no test fails, else None."""
-    for tests, marks in _rounds(mutant.path):
-        suite = suite_of(tests, marks)
-        with use_mutation(mutant.path, mutant.operator, mutant.occurrence) as (original, mutated):
-            if suite and run_tests(suite.command, suite.timeout_s)[0] is not TestOutcome.SURVIVED:
-                return None
-    line = mutant.start[0] - 1
-    old, new = original.splitlines(), mutated.splitlines()
-    return f"{_name(mutant)}\n  - {old[line].strip()}\n  + {new[line].strip()}"
-
-
-def _rounds(path: Path) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The tests of a module, the nearest first, with the marks to run: those of its folder, those that import it, those
-    of its floor; then the slow ones."""
-    folders = [Path("tests", *path.parts[1:end]) for end in range(len(path.parts) - 1, 1, -1)]
-    mirrored = [str(folder) for folder in folders if folder.is_dir()]
-    module = ".".join(path.with_suffix("").parts)
-    importing = [
-        str(test) for test in sorted(Path("tests").rglob("test_*.py")) if f"{module} " in test.read_text("utf-8")
-    ]
-    if not mirrored and not importing:
-        sys.exit(f"No test names {module}.")
-    around = (*mirrored[-1:], *(test for test in importing if not mirrored or not test.startswith(f"{mirrored[-1]}/")))
-    for tests in dict.fromkeys((tuple(mirrored[:1]), tuple(importing), around)):
-        if tests:
-            yield tests, f"not slow and {NEVER}"
-    yield around, f"slow and {NEVER}"
+def kills(mutant: Mutant, number: int) -> bool:
+    """Whether a test of this round fails on the mutant."""
+    rounds = _rounds(mutant.path)
+    if number >= len(rounds):
+        return False
+    tests, marks = rounds[number]
+    with use_mutation(mutant.path, mutant.operator, mutant.occurrence):
+        outcome, output = run_tests(_command(tests, marks), MOST_S)
+    if outcome is TestOutcome.SURVIVED or NOTHING_RAN.search(output):
+        return False
+    for test in FAILED.findall(output):
+        _check_unchanged(test)
+    return True
 
 
 @cache
-def suite_of(tests: tuple[str, ...], marks: str) -> Suite | None:
-    """The tests with these marks, if there are any. They must pass on the unchanged code."""
-    command = f"{shlex.quote(sys.executable)} {TESTS} -m {shlex.quote(marks)} {shlex.join(tests)}"
-    start_s = time.monotonic()
-    status = subprocess.run(shlex.split(command), stdout=subprocess.DEVNULL, check=False).returncode
-    if status not in (0, NO_TESTS_COLLECTED):
-        sys.exit(f"The tests fail on the unchanged code: {command}")
-    return Suite(command, timeout_s=20 + 3 * (time.monotonic() - start_s)) if status == 0 else None
+def _rounds(path: Path) -> list[tuple[list[str], str]]:
+    """The files of tests for a module, the nearest first, with the marks to run."""
+    folders = path.parts[1:-1]
+    floor, mirror = Path("tests", *folders[:1]), Path("tests", *folders)
+    package, module = ".".join(path.parts[:-1]), path.stem
+    imports = re.compile(rf"{package}\.{module}\b|from {package} import [^\n]*\b{module}\b")
+    rounds: list[list[str]] = [[], [], []]
+    for test in sorted(Path("tests").rglob("test_*.py")):
+        is_importing = imports.search(test.read_text("utf-8")) is not None
+        is_beside = bool(folders) and test.parent == mirror
+        if is_beside and (is_importing or path.stem in test.stem):
+            rounds[0].append(str(test))
+        elif is_beside or is_importing:
+            rounds[1].append(str(test))
+        elif folders and floor in test.parents:
+            rounds[2].append(str(test))
+    if not any(rounds):
+        sys.exit(f"No test names {path}.")
+    return [*((tests, FAST) for tests in rounds if tests), ([test for tests in rounds for test in tests], SLOW)]
+
+
+def _command(tests: Sequence[str], marks: str) -> str:
+    limit_s = 30 if marks == FAST else 300  # a mutant may make a test wait forever
+    limits = f"-o timeout={limit_s} -o faulthandler_timeout={2 * limit_s}"
+    return f"{shlex.quote(sys.executable)} {TESTS} {limits} -m {shlex.quote(marks)} {shlex.join(tests)}"
+
+
+@cache
+def _check_unchanged(test: str) -> None:
+    if run_tests(_command([test], f"{FAST} or {SLOW}"), MOST_S)[0] is not TestOutcome.SURVIVED:
+        sys.exit(f"This test fails on the unchanged code: {test}")
+
+
+def _change(mutant: Mutant) -> str:
+    with use_mutation(mutant.path, mutant.operator, mutant.occurrence) as (original, mutated):
+        old, new = (text.splitlines()[mutant.start[0] - 1].strip() for text in (original, mutated))
+    return f"  - {old}\n  + {new}"
 
 
 def _name(mutant: Mutant) -> str:

@@ -20,6 +20,7 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.outputs import EngineStats, NewRequestData
 from mlx_server.runtime.drafts.runner import DraftSampler
+from mlx_server.runtime.memory import MemoryReading
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.sampling.sampler import Sampler, SampleRow
@@ -274,3 +275,21 @@ def test_a_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
         make_llm("llama", draft_model="random:mini")
     with pytest.raises(ConfigError, match="--draft-model"):
         load_config(environ={}, flags={"speculate": "model"})
+
+
+def test_its_pool_grows_only_while_there_is_plenty_of_memory() -> None:
+    """The model's own pool comes first."""
+    with make_llm("llama", speculate="model", draft_model=loaded("qwen3", 7)) as llm:
+        parts = llm.engine._loaded_parts()
+        assert parts.draft is not None
+        assert parts.own_share is not None
+        total = 2**40
+        for free_share, is_plenty in ((0.15, False), (0.5, True)):
+            parts.own_share._budget._read = lambda left=free_share: MemoryReading(total, int(left * total), total, 0)
+            parts.own_share._budget.limit_bytes = total
+            own, draft = (guard._kv_memory for guard in (parts.guard, parts.draft.guard))
+            assert own.take(1, 1, is_needed=True) == 1
+            assert draft.take(1, 1, is_needed=True) == is_plenty
+            own.give_back(1)
+            if is_plenty:
+                draft.give_back(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.errors import ServeError
+from mlx_server.errors import ContextLengthError, InvalidRequestError, ServeError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestOutput, TokenLogprob
-from mlx_server.request import FinishReason, Request
+from mlx_server.request import DIGEST_BYTES, FinishReason, PoolingParams, Priority, PromptImage, Request
 from mlx_server.sampling_params import SamplingParams
 from tests.tiny_models import byte_tokenizer
 
@@ -96,7 +98,13 @@ ONE_BY_ONE = [1] * len(TEXT)
 @pytest.mark.parametrize("included", [False, True])
 @pytest.mark.parametrize(
     ("stop", "text", "num_tokens"),
-    [(("two",), "one ", 7), (("e t", "three"), "on", 5), (("never",), TEXT, 13), (("thr",), "one two ", 11)],
+    [
+        (("two",), "one ", 7),
+        (("e t", "three"), "on", 5),
+        (("never",), TEXT, 13),
+        (("thr",), "one two ", 11),
+        (("three!",), TEXT, 13),
+    ],
 )
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(stop, text, num_tokens, included):
     sampling = SamplingParams(max_tokens=50, stop=stop, include_stop_str_in_output=included, logprobs=0)
@@ -153,3 +161,226 @@ def test_of_a_prediction_what_the_model_can_draw_is_kept(prediction: tuple[int, 
         generation, arrival_s=0.0, model_name="m", vocab_size=100, max_model_len=64, eos_token_ids=frozenset()
     )
     assert request.prediction_token_ids == kept
+
+
+# --- what is refused, and what a request becomes ----------------------------------------------------------------------
+
+DIGEST = bytes(DIGEST_BYTES)
+
+
+def image(start: int, num_tokens: int, *, digest: bytes = DIGEST, both_ways: bool = False) -> PromptImage:
+    return PromptImage(start, num_tokens, digest, {}, both_ways)
+
+
+def made(num_prompt: int = 3, sampling: SamplingParams | None = None, *, vocab_size: int = 100, **more: Any) -> Request:
+    """With a context of 10 tokens, and steps of at most 4. Images have as many placeholders as they say."""
+    about = {name: more.pop(name) for name in ("no_vision", "count_placeholders") if name in more}
+    generation = GenerationRequest(
+        request_id="r",
+        prompt_token_ids=more.pop("prompt", list(range(1, num_prompt + 1))),
+        sampling=sampling or SamplingParams(max_tokens=4),
+        **more,
+    )
+    return make_request(
+        generation,
+        arrival_s=7.0,
+        model_name="m",
+        vocab_size=vocab_size,
+        max_model_len=10,
+        eos_token_ids=frozenset({9}),
+        largest_chunk=4,
+        **{"count_placeholders": lambda token_ids, inputs: len(token_ids), **about},
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "param", "words"),
+    [
+        ({"sampling": SamplingParams(n=2)}, InvalidRequestError, "n", "use LLM or AsyncLLM"),
+        (
+            {"sampling": SamplingParams(structured_outputs={"choice": ["a"]})},
+            InvalidRequestError,
+            "structured_outputs",
+            "structured_outputs is not a request's own",
+        ),
+        ({"num_prompt": 0}, InvalidRequestError, "prompt", "has no tokens"),
+        ({"num_prompt": 10}, ContextLengthError, None, "The prompt has 10 tokens; the context of m is 10 tokens"),
+        ({"num_prompt": 99}, ContextLengthError, None, "The prompt has 99 tokens; .* Shorten the prompt"),
+        (
+            {"num_prompt": 10, "images": (image(1, 2), image(3, 4))},
+            ContextLengthError,
+            None,
+            "10 tokens, 6 of them its images'; .* Send fewer or smaller images",
+        ),
+        ({"num_prompt": 11, "pooling": PoolingParams()}, ContextLengthError, None, "The prompt has 11 tokens"),
+        ({"prompt": [1, 100]}, InvalidRequestError, "prompt", "prompt has the token id 100; ids are 0 to 99"),
+        ({"prompt": [1, -1]}, InvalidRequestError, "prompt", "prompt has the token id -1"),
+        ({"sampling": SamplingParams(logit_bias={100: 1.0})}, InvalidRequestError, "logit_bias", "token id 100"),
+        (
+            {"sampling": SamplingParams(allowed_token_ids=(100,))},
+            InvalidRequestError,
+            "allowed_token_ids",
+            "token id 100",
+        ),
+        (
+            {"sampling": SamplingParams(allowed_token_ids=tuple(range(5))), "vocab_size": 4},
+            InvalidRequestError,
+            "allowed_token_ids",
+            "has 5 ids; the vocabulary has 4",
+        ),
+        (
+            {"images": (image(0, 1),), "no_vision": "it is blind"},
+            InvalidRequestError,
+            "images",
+            "m takes no images",
+        ),
+        ({"images": (image(0, 1),), "pooling": PoolingParams()}, InvalidRequestError, "images", "are made of text"),
+        ({"images": (image(0, 0),)}, InvalidRequestError, "images", "Image 0 has tokens 0 to 0 .* which has 3"),
+        ({"images": (image(2, 2),)}, InvalidRequestError, "images", "Image 0 has tokens 2 to 4"),
+        ({"images": (image(-1, 2),)}, InvalidRequestError, "images", "Image 0 has tokens -1 to 1"),
+        ({"images": (image(0, 2), image(1, 1))}, InvalidRequestError, "images", "Image 1 has tokens 1 to 2"),
+        ({"images": (image(0, 1, digest=b"a"),)}, InvalidRequestError, "images", "image 0 has 1 bytes; it must have"),
+        (
+            {"num_prompt": 5, "images": (image(0, 5, both_ways=True),)},
+            InvalidRequestError,
+            "images",
+            "has at most 4. Start the server with --max-num-batched-tokens 5",
+        ),
+        (
+            {"images": (image(0, 1),), "count_placeholders": lambda ids, inputs: None},
+            InvalidRequestError,
+            "images",
+            "of image 0 do not fit",
+        ),
+        (
+            {"images": (image(0, 1), image(1, 2)), "count_placeholders": lambda ids, inputs: 1},
+            InvalidRequestError,
+            "images",
+            "Image 1 has 2 placeholders, and its arrays make 1",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_numbers(asked, kind, param, words) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        made(**asked)
+    if param is not None:
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"num_prompt": 9},
+        {"num_prompt": 10, "pooling": PoolingParams()},
+        {"prompt": [0, 99]},
+        {"sampling": SamplingParams(allowed_token_ids=tuple(range(4))), "vocab_size": 4},
+        {"images": (image(0, 1), image(1, 2))},
+        {"num_prompt": 5, "images": (image(0, 5),)},
+        {"num_prompt": 5, "images": (image(1, 4, both_ways=True),)},
+        {"no_vision": "it is blind"},
+    ],
+)
+def test_what_just_fits_is_served(asked) -> None:
+    assert made(**asked).images == asked.get("images", ())
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "more", "most"),
+    [(4, {}, 7), (7, {}, 10), (8, {}, 10), (None, {}, 10), (4, {"pooling": PoolingParams()}, 3)],
+)
+def test_an_answer_has_what_is_asked_for_and_the_context_has_left(max_tokens, more, most) -> None:
+    assert made(sampling=SamplingParams(max_tokens=max_tokens), **more).max_total_tokens == most
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(5, 5), (6, 6), (7, 7), (50, 7)])
+def test_of_a_prediction_no_more_than_the_answer_is_kept(max_tokens: int, kept: int) -> None:
+    predicted = tuple(range(50))
+    request = made(sampling=SamplingParams(max_tokens=max_tokens), prediction_token_ids=predicted)
+    assert request.prediction_token_ids == predicted[:kept]
+
+
+def test_a_request_is_its_generation_s() -> None:
+    plain = made()
+    assert (plain.tier, plain.priority, plain.constraint, plain.adapter) == ("normal", Priority.NORMAL, None, None)
+    assert (plain.arrival_s, plain.eos_token_ids, plain.prompt_token_ids) == (7.0, frozenset({9}), [1, 2, 3])
+    own = made(tier="gold", priority=Priority.HIGH, adapter="terse", extra_keys=("salt",))
+    assert (own.tier, own.priority, own.adapter, own.extra_keys) == ("gold", Priority.HIGH, "terse", ("salt",))
+    assert made(priority=Priority.LOW).tier == "low"
+
+
+# --- how a stream begins and ends -------------------------------------------------------------------------------------
+
+
+def stream_of(delivery: Delivery, *steps: tuple[int, FinishReason | None], error: ServeError | None = None) -> None:
+    """Puts tokens at the times 1, 2, and so on."""
+    for now, (token_id, reason) in enumerate(steps, start=1):
+        delivery.request.output_token_ids.append(token_id)
+        delivery.stream.put(RequestOutput("r", (token_id,), reason, error=error), float(now))
+
+
+def test_times_are_those_of_the_first_and_the_last_token() -> None:
+    delivery = Delivery(SamplingParams(max_tokens=9))
+    stream_of(delivery, (65, None), (66, None), (67, FinishReason.LENGTH))
+    *first, last = delivery.stream.take()
+    assert [delta.timings for delta in first] == [None, None]
+    assert last.timings is not None
+    assert (last.timings.first_token_s, last.timings.finished_s) == (1.0, 3.0)
+    assert delivery.request.first_token_s == 1.0
+    assert delivery.stream.is_complete
+
+
+def test_a_pooled_result_is_no_token() -> None:
+    delivery = Delivery(SamplingParams(max_tokens=9))
+    delivery.stream.put(RequestOutput("r", (), FinishReason.STOP, pooled=b"1234"), 1.0)
+    (delta,) = delivery.stream.take()
+    assert (delta.pooled, delta.token_ids, delivery.request.first_token_s) == (b"1234", (), None)
+
+
+def test_an_error_with_a_single_token_is_told_at_once() -> None:
+    delivery = Delivery(SamplingParams(max_tokens=9))
+    stream_of(delivery, (65, None), (66, FinishReason.ERROR), error=ServeError("It broke."))
+    assert not delivery.stream.has_output
+    assert delivery.stream.is_complete
+    with pytest.raises(ServeError, match="It broke"):
+        delivery.stream.is_over()
+
+
+@pytest.mark.parametrize("error", [None, ServeError("Too slow.")])
+def test_an_abort_ends_the_request_once_and_keeps_the_figures(error: ServeError | None) -> None:
+    delivery = Delivery(SamplingParams(max_tokens=9))
+    stream, calls = delivery.stream, [0]
+
+    def called() -> None:
+        calls[0] += 1
+
+    stream.on_output = called
+    stream_of(delivery, (65, None), (66, None))
+    for _ in range(2):
+        stream.abort(error)
+    assert delivery.ended == [(FinishReason.ABORT if error is None else FinishReason.ERROR, 2)]
+    assert (delivery.num_void, calls) == (0, [1])
+    stream_of(delivery, (67, None))
+    deltas = stream.take()
+    assert [delta.num_output_tokens for delta in deltas] == ([1, 2, 2] if error is None else [1, 2])
+    if error is None:
+        assert deltas[-1].finish_reason is FinishReason.ABORT
+        assert (deltas[-1].text, deltas[-1].token_ids, deltas[-1].logprobs) == ("", (), ())
+        assert stream.is_over()
+    else:
+        with pytest.raises(ServeError, match="Too slow"):
+            stream.is_over()
+
+
+async def test_a_reader_waits_for_deltas_and_stops_at_the_end() -> None:
+    delivery = Delivery(SamplingParams(max_tokens=9))
+    stream = delivery.stream
+    assert (stream.has_output, stream.is_over()) == (False, False)
+    reading = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    stream_of(delivery, (65, None), (66, FinishReason.LENGTH))
+    assert not stream.is_over(), "nothing was read yet"
+    stream.on_output()
+    assert (await reading).token_ids == (65,)
+    assert [delta.token_ids async for delta in stream] == [(66,)]
+    assert stream.is_over()

@@ -186,7 +186,7 @@ def leader_host(config: Config) -> str:
     try:
         ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text("utf-8"))
         return str(ring[0][0]).rpartition(":")[0]
-    except (KeyError, LookupError, OSError, TypeError, ValueError) as error:
+    except (LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
             "The address of rank 0 is unknown: neither MLX_HOSTFILE nor MLX_JACCL_COORDINATOR has it. Give it as "
             f"--tensor-parallel-host ({type(error).__name__}: {error})."

@@ -397,7 +397,7 @@ def _open(opened: zmq.Socket[bytes], name: str, endpoint: str, *, may_connect: b
             return endpoint
         raise ConfigError(f"{name}: cannot listen at {endpoint}: {error}.") from error
     bound = opened.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return f"tcp://{host}:{bound}"
+    return f"tcp://[{host}]:{bound}" if ":" in host else f"tcp://{host}:{bound}"
 
 
 def _address(opened: zmq.Socket[bytes], host: str) -> str:

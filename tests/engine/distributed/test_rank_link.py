@@ -17,10 +17,21 @@ from typing import Any
 import pytest
 
 from mlx_server import SamplingParams
+from mlx_server.config import load_config
 from mlx_server.engine.distributed import rank_link
 from mlx_server.engine.distributed.leader import Leader
-from mlx_server.engine.distributed.rank_link import Done, Link, Memory, RankLostError, Stop, Unload
+from mlx_server.engine.distributed.rank_link import (
+    Done,
+    Link,
+    Memory,
+    RankLostError,
+    Stop,
+    Unload,
+    leader_host,
+    shared_settings,
+)
 from mlx_server.engine.distributed.ranks import Load
+from mlx_server.errors import ConfigError
 from mlx_server.outputs import BlockMove, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.memory import read_memory
@@ -210,3 +221,43 @@ def test_a_rank_that_stops_when_it_is_told_to_is_not_lost(
     monkeypatch.setattr(leader, "send", send_and_see_it_go)
     leader.close()
     assert caplog.messages == []
+
+
+# --- where rank 0 is --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_rank_0_is_where_the_setting_or_the_launcher_says(tmp_path: Path, launched: pytest.MonkeyPatch):
+    ring = tmp_path / "hosts.json"
+    ring.write_text('[["10.0.0.1:5000"], ["10.0.0.2:5000"]]')
+    launched.setenv("MLX_HOSTFILE", str(ring))
+    assert leader_host(load_config(environ={})) == "10.0.0.1"
+    launched.setenv("MLX_JACCL_COORDINATOR", "10.0.0.3:6000")
+    assert leader_host(load_config(environ={})) == "10.0.0.3"
+    assert leader_host(load_config(environ={}, flags={"tensor_parallel_host": "10.0.0.4"})) == "10.0.0.4"
+
+
+@pytest.mark.parametrize("content", [None, "{", "5", "[]", "[[]]", '{"a": 1}', "no file"])
+def test_rank_0_that_nobody_names_must_be_given(content: str | None, tmp_path: Path, launched: pytest.MonkeyPatch):
+    if content is not None:
+        ring = tmp_path / "hosts.json"
+        launched.setenv("MLX_HOSTFILE", str(ring))
+        if content != "no file":
+            ring.write_text(content)
+    with pytest.raises(ConfigError, match=r"The address of rank 0 is unknown.* --tensor-parallel-host"):
+        leader_host(load_config(environ={}))
+
+
+def test_settings_that_change_answers_must_be_those_of_all_ranks():
+    own, other = (
+        shared_settings(load_config(environ={}, flags={"max_num_seqs": count, "port": count})) for count in ("8", "9")
+    )
+    assert {name for name, value in own.items() if other[name] != value} == {"max_num_seqs"}
+    assert own["max_num_seqs"] == "8"
+    assert {"mlx", "mlx-lm", "mlx-server"} < own.keys()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +106,72 @@ def test_chats_are_written_by_the_template(llm: LLM) -> None:
         [*one, {"role": "a", "content": "so"}], greedy(1), use_tqdm=False, continue_final_message=True
     )
     assert goes_on.prompt == "<user>hello<a>so"
+
+
+def test_each_prompt_and_each_chat_may_have_parameters_of_its_own(llm: LLM) -> None:
+    default = llm.engine.default_sampling
+    found = llm.generate(["ab", "cd", "ef"], [greedy(3), None, greedy(5)], use_tqdm=False, adapters=[None] * 3)
+    assert [len(found[index].token_ids) for index in (0, 2)] == [3, 5]
+    assert [completion.prompt for completion in found] == ["ab", "cd", "ef"]
+    assert found[1].prompt_token_ids == llm.generate("cd", default, use_tqdm=False)[0].prompt_token_ids
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "world")]
+    answers = llm.chat(chats, [greedy(2), greedy(4)], use_tqdm=False)
+    assert [len(completion.token_ids) for completion in answers] == [2, 4]
+    (unopened,) = llm.chat(chats[0], greedy(1), use_tqdm=False, add_generation_prompt=False)
+    assert unopened.prompt == "<user>hello"
+    with pytest.raises(InvalidRequestError, match="There are 2 chats and 1 sampling_params"):
+        llm.chat(chats, [greedy(2)])
+    with pytest.raises(InvalidRequestError, match="There are 2 chats and 3 adapters"):
+        llm.chat(chats, greedy(2), adapters=[None] * 3)
+
+
+def test_a_prompt_s_own_logprobs_and_what_was_cached_come_back(llm: LLM) -> None:
+    prompt = "The same beginning of some length, which is cached. " * 2
+    first, again = (llm.generate(prompt, greedy(2, prompt_logprobs=count), use_tqdm=False)[0] for count in (1, None))
+    assert len(first.prompt_logprobs) == len(first.prompt_token_ids) - 1, "none of the first token"
+    assert (again.prompt_logprobs, again.num_cached_tokens) == ((), 96)
+
+
+def test_a_bar_is_shown_where_it_is_asked_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    save_embedder(tmp_path / "embedder")
+
+    def shown() -> str:
+        text = terminal.getvalue()
+        terminal.seek(0)
+        terminal.truncate()
+        return text
+
+    async def answer_all() -> None:
+        async with AsyncLLM(str(folder), num_kv_blocks=64, max_model_len=1024) as other:
+            await other.complete(["a"], greedy(1))
+        async with AsyncLLM(str(tmp_path / "embedder"), num_kv_blocks=64, max_model_len=256) as other:
+            await other.embed(["a"])
+            await other.score("a", ["b"])
+
+    with LLM(str(folder), num_kv_blocks=64, max_model_len=1024) as llm:
+        shown()
+        for use_tqdm in (True, False):
+            llm.generate(["a", "b"], greedy(1), use_tqdm=use_tqdm)
+            assert ("2/2" in (bar := shown()), "Completions" in bar, bool(bar)) == (use_tqdm,) * 3
+            llm.chat([{"role": "user", "content": "a"}], greedy(1), use_tqdm=use_tqdm)
+            assert bool(shown()) is use_tqdm
+    with LLM(str(tmp_path / "embedder"), num_kv_blocks=64, max_model_len=256) as llm:
+        shown()
+        for use_tqdm in (True, False):
+            llm.embed(["a"], use_tqdm=use_tqdm)
+            assert ("Inputs" in shown()) is use_tqdm
+            llm.score("a", ["b"], use_tqdm=use_tqdm)
+            assert bool(shown()) is use_tqdm
+        llm.generate([], greedy(1))
+        llm.embed(["a"])
+        llm.score("a", ["b"])
+        assert "1/1" in shown(), "by default"
+    asyncio.run(answer_all())
+    assert "Completions" not in (rest := shown())
+    assert "Inputs" not in rest
 
 
 def test_structured_outputs_bind_every_answer(llm: LLM) -> None:

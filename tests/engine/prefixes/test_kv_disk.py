@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,8 +17,7 @@ import pytest
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, load_config
-from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.prefixes.model_on_disk import fingerprint
+from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.kv_disk.files import Files
@@ -29,7 +26,6 @@ from mlx_server.outputs import CompletionDelta
 from tests.adapter_files import write_adapter
 from tests.architectures import config_of
 from tests.engine_worlds import greedy, make_folder, on_the_cpu, random_prompts
-from tests.kv_disk.faults import FaultyFiles
 from tests.tiny_models import build_random, byte_tokenizer, save_model_folder
 from tests.vision_worlds import tiny_vlm
 
@@ -405,47 +401,46 @@ def test_an_update_of_mlx_vlm_makes_prefixes_others_only_where_its_code_computed
     assert (keys[0] != keys[1]) is sees
 
 
-# --- what a model is known by -----------------------------------------------------------------------------
+def test_a_model_is_unloaded_even_if_its_prefixes_cannot_be_saved(tmp_path, monkeypatch, caplog):
+    folder = make_folder(tmp_path / "model")
+
+    async def explode(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk") as engine:
+            monkeypatch.setattr("mlx_server.engine.engine.flush", explode)
+        assert (engine.state, engine.stats().weight_bytes) == (EngineState.STOPPED, 0)
+
+    run(world)
+    assert "were not all kept on disk" in caplog.text
 
 
-def test_a_fingerprint_is_that_of_the_contents_wherever_they_lie(tmp_path):
-    prints = set()
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(bytes(100_000))
-        (folder / "config.json").write_text("{}")
-        (folder / "README.md").write_text(name)
-        prints.add(fingerprint(folder, Files(tmp_path / "disk")))
-    assert len(prints) == 1
+@pytest.mark.parametrize("fault", ["unreadable", "no caching", "too small"])
+def test_a_model_whose_prefixes_cannot_be_kept_is_served_without(tmp_path, monkeypatch, caplog, fault):
+    folder = make_folder(tmp_path / "model")
+    settings: dict[str, Any] = {}
+    reason = {
+        "unreadable": "its files cannot be read: it is locked",
+        "no caching": "--no-prefix-caching",
+        "too small": "--kv-disk is 1,000,000 bytes, and one of its blocks or states takes",
+    }[fault]
+    if fault == "unreadable":
 
+        def refuse(*_: object) -> str:
+            raise OSError("it is locked")
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.py"])
-def test_any_byte_of_weights_configuration_and_code_changes_it(tmp_path, name):
-    files = Files(tmp_path / "disk")
-    for made in ("model.safetensors", "config.json", "model.py"):
-        (tmp_path / made).write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, files)
-    assert fingerprint(tmp_path, files) == before
-    changed = bytearray(1000)
-    changed[617] = 1
-    (tmp_path / name).write_bytes(changed)
-    assert fingerprint(tmp_path, files) != before
+        monkeypatch.setattr("mlx_server.engine.prefixes.model_on_disk.fingerprint", refuse)
+    elif fault == "no caching":
+        settings["prefix_caching"] = False
+    else:
+        settings["kv_disk"] = "1MB"
+        monkeypatch.setattr("mlx_server.engine.prefixes.model_on_disk.smallest_slab", lambda space: 2_000_000)
 
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk", **settings) as engine:
+            assert len((await answer(engine, [1, 2, 3], 5))[0]) == 5
+            assert engine._parts.disk is None
 
-def test_a_full_disk_does_not_keep_a_fingerprint_from_being_known(tmp_path, monkeypatch):
-    files = FaultyFiles(tmp_path / "disk", random.Random(0))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, Files(tmp_path / "other"))
-    files.fails_in, files.fault = 0, OSError(errno.ENOSPC, "No space left on device")
-    assert fingerprint(tmp_path, files) == before
-
-
-def test_weights_are_read_once(tmp_path, monkeypatch):
-    files = Files(tmp_path / "disk")
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    before = fingerprint(tmp_path, files)
-    monkeypatch.setattr(
-        "mlx_server.engine.prefixes.model_on_disk._content_digest", lambda path: pytest.fail("read again")
-    )
-    assert fingerprint(tmp_path, files) == before
+    run(world)
+    assert f"are not kept on disk: {reason}" in caplog.text

@@ -24,7 +24,7 @@ from mlx_server.engine.prefixes.kv_events import CacheEvents, KvEvents, ModelEve
 from mlx_server.engine.prefixes.mirror import PrefixMirror
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ConfigError
-from mlx_server.fleet import FleetConfig
+from mlx_server.fleet import FleetConfig, parse_endpoint
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.request import PromptImage
 from tests.adapter_files import write_adapter
@@ -441,6 +441,27 @@ def test_a_port_in_use_is_reported():
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot listen at"):
             KvEvents(FleetConfig(kv_events=endpoint))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_routers_are_told_an_endpoint_that_they_can_reach(host):
+    try:
+        events = KvEvents(FleetConfig(kv_events=f"tcp://{host}:0", kv_events_replay=f"tcp://{host}:0"))
+    except ConfigError:
+        pytest.skip(f"{host} is no address of this machine")
+    try:
+        events.open("topic", CacheEvents(PrefixMirror([None]), str, tuple))
+        (source,) = events.sources().values()
+        for name in ("endpoint", "replay_endpoint"):
+            assert source[name].startswith(f"tcp://{host}:")
+            assert parse_endpoint(source[name])[1] > 0
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.IPV6, 1)
+            asking.connect(source["replay_endpoint"])
+            asking.send_multipart([b"", b"x"])
+            assert asking.poll(5000)
+    finally:
+        events.close()
 
 
 @pytest.mark.parametrize(

@@ -286,3 +286,61 @@ def test_whatever_clients_send_is_rendered_or_refused(messages: list[Any], templ
 
 
 FORMATTER = formatter()
+
+
+def counted(chat: ChatFormatter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The templates that are rendered from now on."""
+    rendered: list[str] = []
+    hf = chat._tokenizer.hf
+    render = hf.apply_chat_template
+
+    def apply(messages: Any, **options: Any) -> Any:
+        rendered.append(options["chat_template"])
+        return render(messages, **options)
+
+    monkeypatch.setattr(hf, "apply_chat_template", apply)
+    return rendered
+
+
+def test_a_template_is_tried_once_and_a_model_s_own_before_its_first_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = formatter()
+    rendered = counted(chat, monkeypatch)
+    chat.prepare()
+    assert len(rendered) > 10, "with several small chats"
+    rendered.clear()
+    chat.render([USER])
+    chat.render([USER, USER])
+    assert len(rendered) == 2
+    rendered.clear()
+    chat.render([USER], options=ChatOptions(chat_template=DUMP))
+    assert len(rendered) > 10
+    rendered.clear()
+    chat.render([USER], options=ChatOptions(chat_template=DUMP))
+    assert rendered == [DUMP]
+
+
+def test_each_of_a_model_s_templates_is_tried_and_of_none_or_one_in_python_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = formatter({"default": CHAT_TEMPLATE, "tool_use": DUMP})
+    rendered = counted(several, monkeypatch)
+    several.prepare()
+    assert set(rendered) == {CHAT_TEMPLATE, DUMP}
+    for quiet in (formatter(None), ChatFormatter(make_tokenizer(), lambda messages, **_: "")):
+        rendered = counted(quiet, monkeypatch)
+        quiet.prepare()
+        assert rendered == []
+
+
+def test_only_the_templates_that_were_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests may bring any number of them."""
+    chat = formatter()
+    rendered = counted(chat, monkeypatch)
+    own = [f"{DUMP}{index}" for index in range(17)]
+    for template in own:
+        chat.render([USER], options=ChatOptions(chat_template=template))
+    rendered.clear()
+    for template, is_known in ((own[1], True), (own[0], False)):
+        chat.render([USER], options=ChatOptions(chat_template=template))
+        assert (len(rendered) == 1) is is_known
+        rendered.clear()

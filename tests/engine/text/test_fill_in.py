@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 
 from mlx_server.engine.text.fill_in import FORMATS, FillWriter, Gap, find_fill_format
 from mlx_server.engine.text.tokenizer import Tokenizer
@@ -139,3 +139,28 @@ def test_a_long_text_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Tokenizer, "encode", counted)
     filler(TOKENIZER).write(Gap("a" * 5_000_000, "b" * 5_000_000, [("c", "d" * 5_000_000)]), 1000)
     assert max(lengths) < 100_000
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0, 0), (11, 0), (12, 1), (23, 1), (24, 2), (35, 2), (36, 3), (99, 3)])
+def test_each_file_takes_its_part_of_the_room(room: int, kept: int):
+    """A head of 6 tokens, and 6 of text and a line break."""
+    tokenizer = make_tokenizer(special=(*QWEN[:3], "<|file_separator|>"))
+    files = [("a.py", "alpha"), ("b.py", "gamma"), ("c.py", "delta\n")]
+    around = len(filler(tokenizer).write(GAP, None)) + len(tokenizer.encode("filename\n")) + 1
+    prompt = written(tokenizer, Gap("PRE", "SUF", files), around + room)
+    assert [text in prompt for text in ("alpha", "gamma", "delta")] == [False] * (3 - kept) + [True] * kept
+    assert ("filename" in prompt) is (kept > 0)
+
+
+def test_only_the_beginning_of_a_prompt_has_what_the_tokenizer_puts_around_texts():
+    hf = make_tokenizer(special=(*QWEN, "<s>", "</s>")).hf
+    begin, end = (hf.convert_tokens_to_ids(token) for token in ("<s>", "</s>"))
+    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", begin), ("</s>", end)]
+    )
+    tokenizer = Tokenizer(hf, [end])
+    gap = Gap("PRE", "SUF", [("a.py", "text")])
+    ids = filler(tokenizer).write(gap, None)
+    assert (ids[0], ids.count(begin), ids.count(end)) == (begin, 1, 0)
+    assert filler(tokenizer).write(gap, None, add_special_tokens=False) == ids[1:]
+    assert filler(tokenizer).write(gap, len(ids) - 1) == filler(tokenizer).write(GAP, None)

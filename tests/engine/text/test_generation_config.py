@@ -25,10 +25,13 @@ def write(folder: Path, content: Any) -> Path:
     return folder
 
 
-def test_what_the_file_says_is_read_and_nothing_else(tmp_path: Path) -> None:
+def test_what_the_file_says_is_read_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     assert read_default_sampling(tmp_path) == SamplingParams()
+    assert caplog.messages == []
     write(tmp_path, {**ASKED, "do_sample": False, "max_new_tokens": 5, "eos_token_id": [1, 2]})
     assert read_default_sampling(tmp_path) == SamplingParams(**ASKED)
+    assert "are temperature 0.6, top_p 0.9, min_p 0.1, repetition_penalty 1.1, top_k 20 (from" in caplog.text
     write(tmp_path, {"temperature": None, "top_p": 1})
     assert read_default_sampling(tmp_path) == SamplingParams()
 

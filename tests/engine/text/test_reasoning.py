@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_worlds import make_tokenizer
+from tool_worlds import parser_named
 
 from mlx_server.engine.text.detokenizer import IncrementalDetokenizer
-from mlx_server.engine.text.reasoning import ReasoningMarkers, ReasoningSplit, ReasoningSplitter, find_reasoning_markers
+from mlx_server.engine.text.reasoning import (
+    Dialect,
+    ReasoningMarkers,
+    ReasoningSplit,
+    ReasoningSplitter,
+    find_dialect,
+    find_reasoning_markers,
+)
+from mlx_server.engine.tools.formats import JSON_TAGS
 
 THINK = ReasoningMarkers("<think>", "</think>")
 
@@ -132,3 +142,33 @@ def test_the_markers_of_a_format_with_channels_are_dropped(text: str, expected: 
         parts = [*(splitter.append(piece) for piece in pieces), splitter.finish()]
         found = "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
         assert found == expected
+
+
+def test_whether_a_message_is_continued_is_not_guessed() -> None:
+    assert not THINK.is_open_after("<think>so far")
+    assert THINK.is_open_after("<think>so far", continues_message=True)
+
+
+def test_special_tokens_of_the_dialect_stay_in_the_text() -> None:
+    tokens = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "<other>")
+    tokenizer = make_tokenizer(special=tokens, added=("</arg_key>",))
+    ids = tokenizer.added_tokens
+    for name, calls in (("glm47", tokens[2:5]), ("json_tools", tokens[2:4])):
+        dialect = Dialect(THINK, parser_named(name) if name == "glm47" else JSON_TAGS)
+        assert dialect.kept_token_ids(tokenizer, with_tools=False) == {ids[token] for token in tokens[:2]}
+        with_tools = dialect.kept_token_ids(tokenizer, with_tools=True)
+        assert with_tools == {ids[token] for token in (*tokens[:2], *calls)}, "that are special"
+    unknown = Dialect(None, replace(JSON_TAGS, name="unknown"))
+    assert unknown.kept_token_ids(tokenizer, with_tools=True) == {ids[token] for token in tokens[2:4]}
+    assert unknown.kept_token_ids(tokenizer, with_tools=False) == frozenset()
+
+
+def test_a_dialect_has_the_model_s_own_calls_or_json_between_tags(caplog: pytest.LogCaptureFixture) -> None:
+    assert find_dialect(make_tokenizer()).tool_parser is JSON_TAGS
+    own = make_tokenizer()
+    own.hf.init_kwargs["tool_parser_type"] = "glm47"
+    assert find_dialect(own).tool_parser.name == "glm47"
+    assert caplog.messages == []
+    own.hf.init_kwargs["tool_parser_type"] = "no such parser"
+    assert find_dialect(own).tool_parser is JSON_TAGS
+    assert "Tool calls are read as JSON between tags." in caplog.text

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlx_server.engine.text import template_fit as fit
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.template_fit import adapt, named_results, short_ids
@@ -227,3 +228,148 @@ def test_ids_are_short_and_the_same_each_time() -> None:
     assert called["tool_calls"][0]["id"] == given["tool_call_id"]
     assert len(given["tool_call_id"]) == 9
     assert given["tool_call_id"].isalnum()
+
+
+RULE_TWO, RULE_THREE, ANSWERS_TWO = says("system", "Rule two"), says("system", "Rule three"), says("assistant", "Two")
+EMPTY, THINKS_ONE = says("assistant", ""), says("assistant", "Answer one", reasoning_content="Hm")
+CALLS_NORTH, CALLS_BOTH = normalise_messages(
+    [says("assistant", "Look", **calls("north")), says("assistant", "Look", **calls("north", "south"))]
+)
+
+
+def call_of(place: str, text: str = "") -> dict[str, Any]:
+    return normalise_messages([says("assistant", text, **calls(place))])[0]
+
+
+@pytest.mark.parametrize(
+    ("repair", "chat", "expected"),
+    [
+        (fit.developer_as_system, [says("developer", "Rule one"), ASKS], [SYSTEM, ASKS]),
+        (
+            fit.one_system_message,
+            [SYSTEM, RULE_TWO, ASKS, RULE_THREE],
+            [says("system", "Rule one\n\nRule two"), ASKS, RULE_THREE],
+        ),
+        (fit.one_system_message, [SYSTEM, RULE_TWO], [says("system", "Rule one\n\nRule two")]),
+        (fit.one_system_message, [ASKS, SYSTEM], [ASKS, SYSTEM]),
+        (
+            fit.late_system_as_user,
+            [SYSTEM, RULE_TWO, ASKS, RULE_THREE],
+            [SYSTEM, RULE_TWO, ASKS, says("user", "Rule three")],
+        ),
+        (fit.late_system_as_user, [SYSTEM, RULE_TWO], [SYSTEM, RULE_TWO]),
+        (fit.system_in_user, [SYSTEM, ASKS, ANSWERS], [says("user", "Rule one\n\nAsk one"), ANSWERS]),
+        (fit.system_in_user, [SYSTEM, ANSWERS, ASKS], [says("user", "Rule one"), ANSWERS, ASKS]),
+        (fit.system_in_user, [SYSTEM], [says("user", "Rule one")]),
+        (fit.system_in_user, [ASKS, ASKS_MORE], [ASKS, ASKS_MORE]),
+        (fit.no_empty_answers, [ASKS, EMPTY, ASKS_MORE, EMPTY], [ASKS, ASKS_MORE, EMPTY]),
+        (
+            fit.no_empty_answers,
+            [says("user", ""), {**CALLS_NORTH, "content": ""}, ASKS],
+            [says("user", ""), {**CALLS_NORTH, "content": ""}, ASKS],
+        ),
+        (fit.answers_without_reasoning, [ASKS, THINKS_ONE], [ASKS, ANSWERS]),
+        (
+            fit.answers_without_reasoning,
+            [{**CALLS_NORTH, "reasoning_content": "Hm"}, {**EMPTY, "reasoning_content": "Hm"}],
+            [{**CALLS_NORTH, "reasoning_content": "Hm"}, {**EMPTY, "reasoning_content": "Hm"}],
+        ),
+        (
+            fit.text_before_calls,
+            [CALLS_NORTH, {**CALLS_NORTH, "content": ""}, ANSWERS],
+            [says("assistant", "Look"), {**CALLS_NORTH, "content": ""}, {**CALLS_NORTH, "content": ""}, ANSWERS],
+        ),
+        (
+            fit.one_call_a_turn,
+            [CALLS_BOTH, result("south"), ASKS, result("north")],
+            [call_of("north", "Look"), call_of("south"), result("south"), ASKS, result("north")],
+        ),
+        (
+            fit.one_call_a_turn,
+            [CALLS_BOTH, result("south"), result("east"), result("north")],
+            [call_of("north", "Look"), result("north"), call_of("south"), result("south"), result("east")],
+        ),
+        (
+            fit.answered_results,
+            [result("north"), ASKS, ASKS_MORE],
+            [result("north"), says("assistant", "OK."), ASKS, ASKS_MORE],
+        ),
+        (fit.answered_results, [ASKS, result("north"), ANSWERS], [ASKS, result("north"), ANSWERS]),
+        (fit.answered_results, [ASKS, result("north")], [ASKS, result("north")]),
+        (
+            fit.merge_neighbours,
+            [ASKS, ASKS_MORE, ANSWERS, EMPTY, ANSWERS_TWO, ASKS],
+            [says("user", "Ask one\n\nAsk two"), says("assistant", "Answer one\n\nTwo"), ASKS],
+        ),
+        (
+            fit.merge_neighbours,
+            [result("north"), result("south"), CALLS_NORTH, ANSWERS],
+            [result("north"), result("south"), CALLS_NORTH, ANSWERS],
+        ),
+        (
+            fit.named_results,
+            [result("north"), CALLS_NORTH, result("north"), result("south")],
+            [result("north"), CALLS_NORTH, {**result("north"), "name": "look_at"}, result("south")],
+        ),
+        (
+            fit.merge_neighbours,
+            [CALLS_NORTH, ANSWERS, ANSWERS_TWO],
+            [CALLS_NORTH, says("assistant", "Answer one\n\nTwo")],
+        ),
+        (fit.merge_neighbours, [ANSWERS, CALLS_NORTH], [ANSWERS, CALLS_NORTH]),
+        (fit.short_ids, [ASKS], [ASKS]),
+    ],
+)
+def test_a_repair_changes_only_what_it_says(repair: fit.Change, chat: list[Any], expected: list[Any]) -> None:
+    for tools in (None, [TOOL]):
+        assert adapt(chat, tools, frozenset({repair})) == (expected, tools)
+
+
+@pytest.mark.parametrize(
+    ("repair", "tools", "written"),
+    [
+        (fit.calls_as_text, None, (True, False)),
+        (fit.calls_as_text, [TOOL], (True, False)),
+        (fit.history_as_text, None, (True, True)),
+        (fit.history_as_text, [TOOL], (False, False)),
+        (fit.tools_as_text, None, (False, False)),
+    ],
+)
+def test_calls_and_results_are_written_as_text_where_that_is_asked_for(repair, tools, written) -> None:
+    chat = [CALLS_NORTH, result("north")]
+    found, shown = adapt(chat, tools, frozenset({repair}))
+    assert shown is tools
+    assert ("tool_calls" not in found[0], found[1]["role"] == "user") == written
+    if written[0]:
+        body = '{"name": "look_at", "arguments": {"place": "north"}}'
+        assert found[0] == says("assistant", f"Look\n<tool_call>\n{body}\n</tool_call>")
+    if written[1]:
+        assert found[1] == says("user", "<tool_response>\nSeen north\n</tool_response>")
+
+
+def test_tools_are_explained_in_the_system_message() -> None:
+    described = json.dumps(TOOL["function"])
+    for chat, start in (([SYSTEM, ASKS], "Rule one\n\nYou can call"), ([ASKS], "You can call")):
+        (system, *rest), shown = adapt(chat, [TOOL], frozenset({fit.tools_as_text}))
+        assert (system["role"], rest, shown) == ("system", [ASKS], None)
+        assert system["content"].startswith(start)
+        assert system["content"].endswith(f"a line:\n{described}")
+
+
+def test_no_tools_become_an_empty_list_and_arguments_json() -> None:
+    assert adapt([ASKS], None, frozenset({fit.empty_tools})) == ([ASKS], [])
+    assert adapt([ASKS], [TOOL], frozenset({fit.empty_tools})) == ([ASKS], [TOOL])
+    (called, asked), _ = adapt([CALLS_NORTH, ASKS], None, frozenset({fit.arguments_as_text}))
+    assert (called["tool_calls"][0]["function"]["arguments"], asked) == ('{"place": "north"}', ASKS)
+
+
+SYSTEM_FIRST = """{%- for m in messages -%}
+{%- if m.role == "system" and not loop.first %}{{ raise_exception("a system message comes first") }}{% endif -%}
+<{{ m.role }}>{{ m.content }}
+{%- endfor -%}"""
+
+
+def test_a_system_message_stays_one_where_the_template_takes_it() -> None:
+    prompt = formatter(SYSTEM_FIRST).render([SYSTEM, RULE_TWO, ASKS, ANSWERS, RULE_THREE, ASKS_MORE])
+    wanted = "<system>Rule one\n\nRule two<user>Ask one<assistant>Answer one<user>Rule three<user>Ask two"
+    assert prompt == wanted

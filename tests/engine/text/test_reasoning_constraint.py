@@ -9,6 +9,8 @@ from text_worlds import make_tokenizer
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningMarkers, find_reasoning_markers
+from mlx_server.engine.text.tokenizer import Tokenizer
+from tests.embedders import embedder_tokenizer
 
 THINK = ReasoningMarkers("<think>", "</think>")
 THINK_ID, END_THINK_ID = ids_of("<think>")[0], ids_of("</think>")[0]
@@ -114,3 +116,48 @@ def test_an_answer_with_a_marker_of_its_own_is_reached_through_it() -> None:
     assert tokenizer.decode(written, skip_special_tokens=False) == (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>the"
     )
+
+
+def test_markers_are_written_without_what_the_tokenizer_puts_around_a_text() -> None:
+    tokenizer = Tokenizer(embedder_tokenizer())
+    assert len(tokenizer.encode("a")) == 2, "it ends each text with a token"
+
+    def plain(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def constraint(markers: ReasoningMarkers, **options: Any) -> ReasoningConstraint:
+        return ReasoningConstraint(tokenizer, markers, tokenizer.vocab_size, **options)
+
+    opening = constraint(THINK, is_open=False)
+    assert opening.accept(plain("<")[0])
+    assert opening.forced_tokens() == plain("think>")
+    assert constraint(THINK, is_open=True, max_tokens=0).forced_tokens() == plain("</think>")
+    grammar = GrammarCompiler(tokenizer).compile(spec_of(choice=["yes"]))
+    answered = ReasoningMarkers("<think>", "</think>", answer_start="<answer>")
+    closed = constraint(answered, is_open=True, max_tokens=0, answer=grammar.start())
+    assert closed.forced_tokens()[: len(plain("</think><answer>"))] == [*plain("</think>"), *plain("<answer>")]
+    broken = constraint(THINK, is_open=True, answer=grammar.start(), max_tokens=0)
+    broken.forced_tokens()
+    assert broken.accept(plain("\n")[0])
+    assert broken.forced_tokens() == plain("yes")
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    free = thinking(is_open=True)
+    assert free.fork() is not None
+    constraint = thinking(is_open=True, choice=["the", " world"])
+    assert accepts(constraint, "x</think>\n")
+    other = constraint.fork()
+    assert other is not None
+    assert accepts(other, "the")
+    assert (other.is_terminated(), constraint.is_terminated()) == (True, False)
+    assert accepts(constraint, " world")
+
+
+def test_an_answer_that_cannot_be_forked_is_none() -> None:
+    class Alone:
+        def fork(self) -> None:
+            return None
+
+    answer: Any = Alone()
+    assert ReasoningConstraint(WORLD, THINK, WORLD.vocab_size, is_open=True, answer=answer).fork() is None
