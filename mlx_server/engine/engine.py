@@ -353,7 +353,7 @@ class AsyncEngine:
         self._around.on_death()
 
     def _death_error(self) -> EngineDeadError:
-        return EngineDeadError(f"The engine of {self.model_name} has died: {self.error}.")
+        return EngineDeadError(f"The engine of {self.model_name} has died: {self.error}")
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Puts a step's outputs on their streams. The readers are called later, in one callback after the scheduler's
