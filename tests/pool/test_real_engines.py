@@ -36,7 +36,7 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
 ) -> None:
     """The next request gets the answer of before, and the memory of the dead engine is free. Nor do late errors of the
     device matter: where the device is waited for, and while the model is unloaded."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest would keep the error's frames
+    logging.disable()  # pytest would keep the error's frames
     config = Config(model=ModelConfig(model=str(make_folder(tmp_path / "model"))))
     now_s = 0.0
     budget, around = MemoryBudget.of(config.memory), Surroundings.alone(config.memory)
@@ -73,4 +73,5 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
             assert engine.stats().num_generated_tokens >= 2 * 20
         assert active_bytes() <= used_bytes
     finally:
+        logging.disable(logging.NOTSET)
         await pool.stop(0.0)
