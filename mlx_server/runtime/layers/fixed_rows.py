@@ -47,10 +47,12 @@ class FixedRows:
 
 
 class _Rule(NamedTuple):
-    """The number of rows is padded to a `multiple`; at most `most` are computed at a time."""
+    """The number of rows is padded to a `multiple`; at most `most` are computed at a time. Rows of another type than
+    `dtype`, for which nothing was tried, are computed block by block."""
 
     multiple: int
     most: int
+    dtype: mx.Dtype
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
@@ -64,6 +66,8 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 def _by_rule(rule: _Rule, own: Product, x: mx.array) -> mx.array | None:
     """The product by a rule, in pieces of at most as many rows as were tried; None leaves it to MLX."""
     rows = x.reshape(-1, x.shape[-1])
+    if x.dtype != rule.dtype:
+        rule = _Rule(_BLOCKS[0], _BLOCKS[0], x.dtype)
     if rule.multiple == 1 and len(rows) <= rule.most:
         return None
     missing = -len(rows) % rule.multiple
@@ -90,8 +94,9 @@ def _find_rule(own: Product, kind: tuple[Any, ...]) -> _Rule:
         )
     expected = _in_pieces(own, x, block)
     if not all(same_values(own(x[:count]), expected[:count]) for count in _WHOLE):
-        return _Rule(block, block)
-    return _Rule(1 if all(same_values(own(x[:count]), expected[:count]) for count in _FEW) else block, _MOST)
+        return _Rule(block, block, dtype)
+    is_free = all(same_values(own(x[:count]), expected[:count]) for count in _FEW)
+    return _Rule(1 if is_free else block, _MOST, dtype)
 
 
 def _is_the_same_at_all_places(own: Product, x: mx.array) -> bool:

@@ -73,12 +73,17 @@ _OURS: dict[type[Any], type[Any]] = {
 }  # exact types: subclasses may compute something else
 
 
+def takes_product(module: Any) -> bool:
+    """Whether `install_products` may give the module a product."""
+    return type(module) in _OURS
+
+
 def install_products(model: Any, make: MakeProduct) -> int:
     """Gives each layer the product that `make` returns for it, and returns how many layers have one. Call it after
     adapters are installed, before the first forward pass. MLX thread."""
     taken = 0
     for module in model.modules():
-        product = make(module) if type(module) in _OURS else None
+        product = make(module) if takes_product(module) else None
         if product is not None:
             module.__class__ = _OURS[type(module)]
             object.__setattr__(module, "_product", product)  # no parameter and no child of the module

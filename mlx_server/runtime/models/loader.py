@@ -165,13 +165,14 @@ def load_in_pieces(
     loaded = LoadedModel(name, model, config, folder, rows, spec, no_vision, group)
     if group is not None:
         shard_model(model, loaded.setting, group)
-    yield from prepare_weights(model, dtype, batch_invariant=batch_invariant)
+    yield from prepare_weights(model, dtype, batch_invariant=batch_invariant, is_alone=group is None)
     return loaded
 
 
-def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False) -> Pieces[None]:
+def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False, is_alone: bool = True) -> Pieces[None]:
     """Converts the lazy weights of a built model to their type, loads them, and installs this machine's products. As
-    `load_in_pieces`."""
+    `load_in_pieces`. Ranks of a model keep MLX's products on GPUs: those that each measured to be faster might differ,
+    and so might the experts that they choose."""
     chosen = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
     kept = bfloat16_weights(model) if dtype == "auto" and native_library() is not None else ()
     if chosen is not None:
@@ -180,7 +181,7 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False) ->
         install_native(model, kept)
     yield 0.0
     yield from _evaluate(model)
-    if is_metal():
+    if is_metal() and is_alone:
         text = getattr(model, "language_model", model)  # a vision encoder never has few rows
         for _ in gpu_products(text, ProductKernels.of_metal(), exact=batch_invariant):
             yield 1.0

@@ -144,9 +144,19 @@ MATRIX_FAULTS = {
     "a column past the last": ("min(first_column + a * 8 + q + e, N - 1)", "(first_column + a * 8 + q + e)"),
     "no barrier before slices meet": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
 }
+DENSE_FAULTS = {
+    "the next four numbers": ("(numbers + i)", "(numbers + (i ^ 4))"),
+    "one number four times": ("four[i % 4]", "four[0]"),
+    "another column": ("w + column * K", "w + (column ^ 1) * K"),
+}
 FAULTS = [
-    pytest.param(form, *fault, id=f"{form}: {name}")
-    for form, faults in ((Form.VECTOR, VECTOR_FAULTS), (Form.MATRIX, MATRIX_FAULTS))
+    pytest.param(form, bits, *fault, id=f"{form}, {bits} bits: {name}")
+    for form, bits, faults in (
+        (Form.VECTOR, 4, VECTOR_FAULTS),
+        (Form.MATRIX, 4, MATRIX_FAULTS),
+        (Form.VECTOR, 16, DENSE_FAULTS),
+        (Form.MATRIX, 16, DENSE_FAULTS | {"numbers past K": ("if (is_inside) four", "four")}),
+    )
     for name, fault in faults.items()
 ]
 
@@ -156,11 +166,11 @@ def faulty_kernels(form: Form, old: str, new: str, *, check_races: bool = False)
     return ProductKernels(Emulator(toolchain(), mutations=mutations, check_races=check_races).metal_kernel)
 
 
-@pytest.mark.parametrize(("form", "old", "new"), FAULTS)
-def test_a_planted_fault_is_found(form: Form, old: str, new: str) -> None:
+@pytest.mark.parametrize(("form", "bits", "old", "new"), FAULTS)
+def test_a_planted_fault_is_found(form: Form, bits: int, old: str, new: str) -> None:
     kernels = faulty_kernels(form, old, new, check_races=not new)
     # Two tiles of 12 or 16 rows where it is rows that go wrong, else one of 4 or 8.
-    shape, num_rows = ProductShape(21, 2336, 4, 32, mx.float16), 17 if "first_row" in old else 3
+    shape, num_rows = ProductShape(21, 2336, bits, 32, mx.float16), 17 if "first_row" in old else 3
 
     def check_twice() -> None:  # buffers end at an inaccessible page in every other launch
         for _ in range(2):
@@ -189,6 +199,7 @@ def test_rows_may_lie_in_any_number_of_dimensions(form: Form) -> None:
     shape = ProductShape(24, 256, 4, 64, mx.float16)
     product, weights, x = shared_kernels().of(form, shape), weights_like(shape), rows_like(shape, 6)
     flat = product(x, 6, weights)
+    assert (bits_of(product(x[1], 1, weights)) == bits_of(flat)[1]).all()
     for places in ((6, 1), (1, 6), (2, 3)):
         out = product(x.reshape(*places, 256), 6, weights)
         assert out.shape == (*places, 24)
@@ -221,7 +232,11 @@ def test_kernels_are_made_once_and_without_a_templates_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bits": 3}, {"group_size": 16}, {"depth": 96}, {"dtype": mx.int32}, {"num_columns": 3}]
+    "changes",
+    [
+        *({"bits": 3}, {"group_size": 16}, {"depth": 96}, {"dtype": mx.int32}, {"num_columns": 3}),
+        *({"bits": 16}, {"bits": 32, "group_size": 32}),  # not quantised: in groups of 32, and of the type's own bits
+    ],
 )
 def test_other_weights_are_refused(changes: dict[str, int]) -> None:
     shape = ProductShape(64, 128, 4, 64, mx.float16)

@@ -141,7 +141,8 @@ FIXED_TIMES = (100.0,) * len(EXACT_COUNTS)
 def test_exact_layers_have_one_form_for_any_number_of_rows() -> None:
     """The fastest over all counts, even where MLX is faster."""
     kernels = HostKernels()
-    model = installed(kernels, times(vector=90.0, matrix=80.0, mlx=FIXED_TIMES), exact=True)
+    mlx = (*(20.0,) * (len(EXACT_COUNTS) - 1), 1000.0)
+    model = installed(kernels, times(vector=90.0, matrix=80.0, mlx=mlx), exact=True)
     counts = (1, 2, 7, 32, 33, 500)
     for layer in (model.layers[0], model.dense):
         assert launched(kernels, layer, counts) == ["matrix"] * len(counts)
@@ -149,10 +150,10 @@ def test_exact_layers_have_one_form_for_any_number_of_rows() -> None:
 
 
 def test_exact_layers_are_left_to_fixed_rows_if_those_are_faster_over_all_counts() -> None:
-    """A prompt counts as one of the eleven numbers of rows."""
+    """A prompt counts as much as all numbers of few rows together."""
     kernels = HostKernels()
-    slow_prompts = (*FIXED_TIMES[:-1], 1e9)
-    for fixed, chosen in ((FIXED_TIMES, None), (slow_prompts, "vector")):
+    few = FIXED_TIMES[:-1]
+    for fixed, chosen in ((FIXED_TIMES, None), ((*few, 120.0), None), ((*few, 122.0), "vector")):
         for file in stored_times(exact=True).path.parent.glob("*.json"):
             file.unlink()
         model = installed(kernels, times(vector=110.0, matrix=120.0, mlx=fixed), exact=True)
@@ -176,6 +177,50 @@ def test_activations_of_another_type_are_left_to_mlx() -> None:
     model = installed(kernels, times(0.5, 0.6))
     model.layers[1](mx.zeros((2, 128), mx.float16))
     assert kernels.launches == []
+
+
+def test_activations_of_another_type_are_left_to_fixed_rows_if_bits_must_be_exact() -> None:
+    """As MiniMax's gate has them, whose weight is bfloat16 and whose rows are float32."""
+    kernels = HostKernels()
+    model = Model()
+    model.dense.weight = model.dense.weight.astype(mx.float16)
+    for _ in gpu_products(model, ProductKernels(kernels), exact=True, measure=times(0.5, 0.6, FIXED_TIMES)):
+        pass
+    kernels.launches.clear()
+    x = mx.random.normal((40, 128))
+    whole = model.dense(x)
+    for count in (1, 5, 17, 33):
+        assert mx.array_equal(model.dense(x[:count]), whole[:count]).item()
+    assert kernels.launches == []
+    model.dense(x.astype(mx.float16))
+    assert kernels.launches == [("vector", 40)]
+
+
+def test_a_transposed_weight_is_laid_out_in_rows_once() -> None:
+    """MLX would copy it at each launch."""
+    model = Model()
+    transposed = mx.random.normal((128, 96)).T
+    model.dense.weight = transposed
+    for _ in gpu_products(model, ProductKernels(HostKernels()), measure=times(0.5, 0.6)):
+        pass
+    assert memoryview(transposed).strides == (4, 4 * 96)
+    assert memoryview(model.dense.weight).strides == (4 * 128, 4)
+    assert mx.array_equal(model.dense.weight, transposed).item()
+
+
+def test_layers_of_other_classes_are_neither_tested_nor_measured() -> None:
+    """A subclass may compute something else."""
+    model = Model()
+    model.dense.__class__ = type("Scaled", (nn.Linear,), {})
+    kernels, seen = HostKernels(), []
+
+    def measure(shape: ProductShape, *arguments: Any) -> ProductTimes:
+        seen.append((shape.num_columns, shape.bits))
+        return times(0.5, 0.6)(shape, *arguments)
+
+    for _ in gpu_products(model, ProductKernels(kernels), measure=measure):
+        pass
+    assert seen == [size for size in SHAPES if size != (96, 32)]
 
 
 @pytest.mark.parametrize(
@@ -305,6 +350,13 @@ def test_a_model_that_is_loaded_on_metal_gets_them(
     shares = list(loader.load_in_pieces("random:any", None, "float32"))
     assert shares[-3:] == [1.0, 1.0, 1.0]
     assert launched(loaded_on_metal, model.layers[0], (1, 8)) == ["vector", "vector"]
+
+
+def test_ranks_of_a_model_keep_mlx_s_products(loaded_on_metal: HostKernels) -> None:
+    """What each measured to be faster could differ, and so could the experts that each chooses."""
+    model = Model()
+    list(loader.prepare_weights(model, "float32", is_alone=False))
+    assert launched(loaded_on_metal, model.dense, (1,)) == [None]
 
 
 def test_an_image_encoder_keeps_mlx_s_products(loaded_on_metal: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,18 @@ def test_rows_are_padded_or_cut_only_where_the_product_needs_it(
     assert calls == (computed or [])
 
 
+def test_rows_of_a_type_that_was_not_tried_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    own = _product(lambda x: x, calls)
+    monkeypatch.setattr(fixed_rows, "own_product", lambda layer: own)
+    product = FixedRows()(nn.Linear(8, 8))
+    calls.clear()
+    assert product(mx.zeros((40, 8))) is None
+    y = product(mx.zeros((40, 8), mx.float16))
+    assert y is not None
+    assert (y.shape, y.dtype, calls) == ((40, 8), mx.float16, [16, 16, 16])
+
+
 def test_a_product_that_gives_another_place_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = _product(lambda x: x + mx.arange(len(x))[:, None], [])
     monkeypatch.setattr(fixed_rows, "own_product", lambda layer: own)

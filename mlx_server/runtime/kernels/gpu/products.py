@@ -159,10 +159,10 @@ class FormProduct:
 
     def __call__(self, x: mx.array, num_rows: int, weights: Weights) -> mx.array:
         """Returns `[..., num_columns]`. `x` is `[..., depth]` with `num_rows` rows, of the shape's dtype and aligned to
-        8 bytes, as MLX's results are."""
+        four numbers, as MLX's results are."""
         launch = self._launches.get(num_rows) or self._launch(num_rows)
         places = x.shape[:-1]
-        if places[0] != num_rows:
+        if places[:1] != (num_rows,):
             x = x.reshape(num_rows, -1)
         return launch.kernel(
             inputs=[x, *weights],
