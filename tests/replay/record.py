@@ -52,9 +52,10 @@ def record(
     kv_bits: int | None = None,
     bits: int | None = 4,
     is_exact: bool = False,
+    num_cores: int = _NUM_CORES,
 ) -> Graph:
     """The graph of `num_steps` steps, each submitted before the host waits for the one before, by a new runner with the
-    Metal backend for a GPU of 16 cores. A command buffer has `num_elements` times 2^20 elements, a pool `num_blocks`
+    Metal backend for a GPU of `num_cores`. A command buffer has `num_elements` times 2^20 elements, a pool `num_blocks`
     blocks. `is_exact` as with --batch-invariant: products by this project's kernels, attention by rows."""
     with (
         patch.dict(os.environ, MLX_MAX_MB_PER_BUFFER=str(num_elements)),
@@ -64,6 +65,7 @@ def record(
             backend = recorder.runner.cache.backend
             assert isinstance(backend, MetalBackend)
             backend.by_row = True
+            backend._num_cores = num_cores
             install_products(recorder.runner.forward._model, form_maker(ProductKernels.of_metal(), Form.VECTOR))
         num_groups = len(recorder.runner.cache.windows)
         return recorder.graph([traffic.step(index, num_groups) for index in range(num_steps)])

@@ -20,7 +20,10 @@ from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
+from mlx_server.runtime.kernels.gpu.backend import most_metal_cores
+from mlx_server.runtime.kernels.gpu.plan import DECODES_AT_ONCE
 from mlx_server.runtime.kernels.gpu.rows import FUSED_DIMS
+from mlx_server.runtime.kernels.gpu.shared_work import THREADGROUPS_PER_CORE
 from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
@@ -88,6 +91,10 @@ class _Shape:
         )
 
     @property
+    def num_kv_heads(self) -> int:
+        return max(1, self.keys_and_values // (2 * self.head_dim)) if self.head_dim else 1
+
+    @property
     def row_elements(self) -> int:
         """The elements that a layer computes for each token. If layers differ, this counts each kind."""
         mixer = 3 * max(self.queries + self.keys_and_values, 2 * self.recurrent)
@@ -121,9 +128,6 @@ _FUSED_DIMS = range(129)
 _LOGITS_SHARE = 1.3
 """By how much command buffers are larger if logits are stored: they end late by half of these."""
 
-_PARTIAL_RESULTS = 128
-"""Of a token's attention, at most: of a layer with one KV head on a GPU of 16 cores."""
-
 _LONG_CONTEXT = 32768
 _LAYERS_GATHERED = 2
 """A prompt's chunk attends over rows gathered from the pool, of at most so many layers at a time. At contexts longer
@@ -139,12 +143,12 @@ def step_bytes(
     context_tokens: int,
     item_bytes: int,
     buffer_elements: int,
-    by_row: bool = False,
+    by_row_cores: int = 0,
 ) -> int:
     """The peak memory of steps besides weights and pools, for up to `num_tokens` tokens, `num_seqs` sampled rows, and
     contexts of up to `context_tokens`. An activation takes `item_bytes`; a command buffer ends at `buffer_elements`.
-    If attention over prompts is `by_row` (--batch-invariant), the partial results of each token take more than all
-    else, and are float32.
+    With --batch-invariant, attention over prompts is by row, on a GPU of `by_row_cores`: each token is computed in as
+    many parts as fill the GPU, and each part has results in float32.
 
     MLX keeps what a Metal command buffer uses until the buffer has ended, and has up to 12 in flight. Each ends at a
     number of elements of all arrays that it uses, weights included. So the temporaries' share of these elements is
@@ -157,14 +161,18 @@ def step_bytes(
     layer = num_tokens * shape.row_elements
     share = layer / (layer + weights_bytes / _WORD_BYTES / shape.num_layers)
     logits = 1.0 if shape.head_dim in _FUSED_DIMS else _LOGITS_SHARE
-    if by_row:
-        layer += num_tokens * shape.queries * _PARTIAL_RESULTS
-        share, logits, item_bytes = 1.0, 1.0, _DTYPE_BYTES["float32"]
+    bytes_each: float = item_bytes
+    if by_row_cores:
+        parts = shape.queries * -(-THREADGROUPS_PER_CORE * by_row_cores // shape.num_kv_heads)
+        bytes_each = (shape.row_elements * item_bytes + parts * 4) / (shape.row_elements + parts)
+        layer += num_tokens * parts
+        share, logits = 1.0, 1.0
+        buffer_elements += DECODES_AT_ONCE * parts // 2  # by which a buffer exceeds its limit, on average
     gathered = _LAYERS_GATHERED * min(context_tokens, _LONG_CONTEXT) * shape.keys_and_values
     in_flight = MAX_IN_FLIGHT * share * buffer_elements * logits + gathered + num_tokens * shape.widest_elements
     sampled = _SAMPLER_ARRAYS * num_seqs * shape.vocab * 4
-    launched = _STEPS_LAUNCHED * ((shape.num_layers * layer + gathered) * item_bytes + sampled)
-    return math.ceil(min(in_flight * item_bytes, launched))
+    launched = _STEPS_LAUNCHED * ((shape.num_layers * layer + gathered) * bytes_each + sampled)
+    return math.ceil(min(in_flight * bytes_each, launched))
 
 
 _MASKS = 2
@@ -387,7 +395,7 @@ def _activation_bytes(config: Config, described: Mapping[str, Any], weights_byte
             context_tokens=config.model.max_model_len or _first_size(described, *CONTEXT_KEYS) or _NO_BOUND,
             item_bytes=_item_bytes(config.model, 2),
             buffer_elements=max_elements(),
-            by_row=config.model.batch_invariant,
+            by_row_cores=most_metal_cores() if config.model.batch_invariant else 0,
         )
     shape = _Shape.of(described)
     num_elements = settings.max_num_batched_tokens * (shape.hidden + max(shape.inner, 4 * shape.hidden))

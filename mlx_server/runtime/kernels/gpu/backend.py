@@ -340,8 +340,13 @@ class MetalBackend(GpuBackend):
     name = "metal"
 
     def _most_cores(self) -> int:
-        architecture = str(mx.device_info()["architecture"]) if mx.metal.is_available() else ""
-        return _CORES.get(architecture[-1:], _CORES["g"])
+        return most_metal_cores()
+
+
+def most_metal_cores() -> int:
+    """The most cores that a GPU of this machine's class has."""
+    architecture = str(mx.device_info()["architecture"]) if mx.metal.is_available() else ""
+    return _CORES.get(architecture[-1:], _CORES["g"])
 
 
 PRELUDE = "cuda_prelude.h"
