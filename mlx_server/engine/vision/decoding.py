@@ -105,5 +105,5 @@ def _bounded(width: int, height: int, max_pixels: int) -> tuple[int, int]:
     """The largest size with the same proportions and at most `max_pixels`; each side is at least 1."""
     share = math.sqrt(max_pixels / (width * height))
     short = max(1, int(min(width, height) * share))
-    long = min(int(max(width, height) * share), max_pixels // short)
+    long = min(int(max(width, height) * share), max_pixels)
     return (long, short) if width >= height else (short, long)

@@ -78,6 +78,13 @@ def test_the_first_answer_s_fields_are_the_completion_s(llm: LLM) -> None:
     assert llm.generate("ab", second, use_tqdm=False)[0].token_ids == found.outputs[1].token_ids
 
 
+def test_steps_are_as_long_as_they_like_where_nobody_reads_along(llm: LLM, folder: Path) -> None:
+    limits = llm._llm.engine.scheduler.limits
+    assert (limits.target_step_s, limits.max_step_s) == (3600.0, 3600.0)
+    with LLM(str(folder), num_kv_blocks=64, max_model_len=64, target_step_ms=20.0) as other:
+        assert other._llm.engine.scheduler.limits.target_step_s == 0.02
+
+
 def test_one_stop_string_is_one_and_none_is_none(llm: LLM) -> None:
     (whole,) = texts(llm, "xyz", greedy(30))
     stop = whole[len(whole) // 2 :][:2]

@@ -434,6 +434,26 @@ def test_a_replay_that_nobody_can_answer_ends_at_once(frames):
     events.close()
 
 
+def test_events_are_bound_to_the_host_alone():
+    """Other addresses of this machine are free: a socket on all of them would be in the way."""
+    events = KvEvents(FleetConfig(kv_events="tcp://127.0.0.1:0"))
+    try:
+        events.open("topic", CacheEvents(PrefixMirror([None]), str, tuple))
+        (source,) = events.sources().values()
+        port = parse_endpoint(source["endpoint"])[1]
+        with socket.socket() as here, socket.socket() as elsewhere:
+            with pytest.raises(OSError, match="in use"):
+                here.bind(("127.0.0.1", port))
+            try:
+                elsewhere.bind(("127.0.0.2", 0))
+            except OSError:
+                pytest.skip("this machine has one loopback address")
+        with socket.socket() as elsewhere:
+            elsewhere.bind(("127.0.0.2", port))
+    finally:
+        events.close()
+
+
 def test_a_port_in_use_is_reported():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
