@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mlx_server.engine.text.chat import ChatFormatter
@@ -37,11 +38,15 @@ def tokenizer(bundled_model: Path) -> Tokenizer:
 
 
 def first_words_differ() -> Tokenizer:
-    """As SentencePiece's: a text's first word gets a space before it, unless a special token is in front."""
+    """As SentencePiece's: a text's first word gets a space before it, unless a special token is in front. A text of its
+    own begins with `<s>`; a prompt that a template wrote does not get another."""
     letters = {letter: index for index, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz<|>_éu ")}
-    backend = Backend(BPE(vocab={**letters, "▁a": 60, "ab": 61}, merges=[("▁", "a"), ("a", "b")], unk_token=None))
+    backend = Backend(
+        BPE(vocab={**letters, "▁a": 60, "ab": 61, "<s>": 62}, merges=[("▁", "a"), ("a", "b")], unk_token=None)
+    )
     backend.pre_tokenizer = Metaspace(prepend_scheme="first")
     backend.normalizer = NFC()
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 62)])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend)
     hf.add_special_tokens({"additional_special_tokens": [AddedToken(text, normalized=False) for text in PIECES[:2]]})
     hf.add_tokens([AddedToken("<|im_end|>\n", normalized=False), AddedToken("<|im_start|> ", lstrip=True)])
