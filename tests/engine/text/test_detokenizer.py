@@ -184,6 +184,17 @@ def test_token_text_and_bytes_of_single_tokens(bundled: Tokenizer) -> None:
     assert metaspace.token_bytes(3) == "é".encode()
 
 
+@pytest.mark.parametrize(
+    ("mark", "text", "wanted"), [("▁", " ", b" the"), ("▁", "_", b"_the"), ("t", " ", b"\xe2\x96\x81 he")]
+)
+def test_a_decoder_that_replaces_something_else_decodes_itself(mark: str, text: str, wanted: bytes) -> None:
+    backend = byte_fallback_backend(strip=False)
+    backend.decoder = decoders.Sequence([decoders.Replace(mark, text), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = wrap(backend)
+    assert tokenizer.token_bytes(257) == wanted
+    assert (tokenizer.exact_bytes is not None) == ((mark, text) == ("▁", " "))
+
+
 def test_end_of_sequence_ids_come_from_all_three_files(bundled_model: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((bundled_model / name).read_bytes())
