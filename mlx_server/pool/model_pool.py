@@ -373,12 +373,12 @@ class ModelPool:
         request. The process must end if that would not help."""
         assert model.engine is not None, "a model that dies has an engine"
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        is_new = self._clock() - model.ready_s < _PROBATION_S
+        is_new = model.state is ModelState.LOADING or self._clock() - model.ready_s < _PROBATION_S
         if is_new or not self._around.thread.is_alive or self._around.ranks.group is not None:
             self._death = reason
             return
         logger.warning("%s The model is unloaded.", reason)
-        model.is_lost = model.spec.is_pinned and model.keep_alive_s != 0
+        model.is_lost = model.is_ready and model.spec.is_pinned and model.keep_alive_s != 0
         self._begin_unload(model, 0.0)
 
     async def _stop_engine(self, model: PooledModel, drain_timeout_s: float) -> None:
