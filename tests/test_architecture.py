@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -248,3 +249,9 @@ def test_tests_mirror_the_package():
     assert [str(folder) for folder in sorted(folders) if not (ROOT / PACKAGE / folder).is_dir()] == []
     floors = {folder.name for folder in (ROOT / PACKAGE).iterdir() if (folder / "__init__.py").is_file()}
     assert floors <= {folder.parts[0] for folder in folders}
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone, and can only collect one of two in the same run."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py") if ".venv" not in path.parts)
+    assert [name for name, count in names.items() if count > 1] == []
