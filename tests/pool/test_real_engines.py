@@ -71,7 +71,7 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
         with await pool.acquire(None) as engine:
             assert await read(engine.submit(ask("first", 20))) == wanted
             assert engine.stats().num_generated_tokens >= 2 * 20
-        assert active_bytes() - used_bytes < 2**12, "some constants; a model takes over 2**19"
+        await until(lambda: active_bytes() - used_bytes < 2**18)  # a model takes over 2**19
     finally:
         logging.disable(logging.NOTSET)
         await pool.stop(0.0)
