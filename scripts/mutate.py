@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import compileall
 import os
 import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import cosmic_ray.plugins
+import psutil
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
 from cosmic_ray.mutating import use_mutation
 from cosmic_ray.operators.operator import Example, Operator
@@ -84,6 +87,8 @@ class Mutant:
 
 def main() -> int:
     args = _arguments()
+    atexit.register(_end_tests)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     end_s = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         _copy_checkout(Path(folder))
@@ -120,6 +125,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="of tests, at most (default: all)")
     parser.add_argument("--minutes", type=float, default=60, help="start no mutant after them (default: %(default)s)")
     return parser.parse_args()
+
+
+def _end_tests() -> None:
+    """Ends tests that still run: a mutant may never end by itself, and its tests have a session of their own."""
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
 
 
 def _copy_checkout(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching.speculation import draft_burst
-from mlx_server.batching.speculation.draft_burst import Burst
-from mlx_server.batching.speculation.draft_costs import StepRoom
 from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.config import Config, ModelConfig, SchedulerConfig, load_config
 from mlx_server.engine.library.llm import Completion
@@ -39,18 +35,6 @@ _SAMPLING = (
     SamplingParams(max_tokens=60, temperature=0.7, seed=4, top_k=20, ignore_eos=True, speculate=False),
 )
 _UNSEEDED = 2
-
-
-def _always(rates: Mapping[str, float], most: int, room: StepRoom, *costs: object) -> Burst:
-    names = sorted(rates)[: room.most // most]
-    return Burst(most, frozenset(names), 1e9) if names else draft_burst.NO_BURST
-
-
-@pytest.fixture
-def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it costs."""
-    monkeypatch.setattr(draft_burst, "choose_burst", _always)
-    monkeypatch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
 
 
 def draft_of(llm: LLM) -> DraftModel:

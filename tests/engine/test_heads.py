@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_heads import HeadDrafts, _HeadFollower
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
@@ -21,7 +20,6 @@ from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput
 from mlx_server.request import Request
 from tests.adapter_files import write_adapter
 from tests.device_memory import active_bytes
-from tests.engine.test_draft_parts import _always
 from tests.engine_worlds import greedy, random_prompts
 from tests.heads import cycle_folder, head_folder, head_weights, save_head
 from tests.homes import with_kernels
@@ -37,13 +35,6 @@ _SAMPLING = (
     SamplingParams(max_tokens=50, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
     SamplingParams(max_tokens=50, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
 )
-
-
-@pytest.fixture
-def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it costs."""
-    monkeypatch.setattr(draft_burst, "choose_burst", _always)
-    monkeypatch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
 
 
 def heads_of(llm: LLM) -> HeadDrafts:
@@ -149,34 +140,34 @@ def strange_head(*_: object) -> Iterator[float]:
     raise RuntimeError("MLX has no memory")
 
 
+def check_is_left_out(
+    folder: Path, caplog: pytest.LogCaptureFixture, logged: str, kind: type[Exception], message: str
+) -> None:
+    """The log says why there are no heads, or the load fails if they were asked for; either way nothing stays."""
+    model = head_folder(folder / "model", "mimo")
+    before = active_bytes()
+    with LLM(model, max_model_len=128, num_kv_blocks=8) as llm:
+        assert type(llm.engine.scheduler.speculation) is Speculation
+    assert active_bytes() <= before
+    assert logged in caplog.text
+    with pytest.raises(kind, match=message):
+        LLM(model, max_model_len=128, num_kv_blocks=8, speculate="mtp")
+    assert active_bytes() <= before
+
+
 def test_heads_that_find_no_memory_at_last_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what was made of them is closed."""
     monkeypatch.setattr(draft_parts, "_feed", lambda *_: list(strange_head()))
-    folder = head_folder(tmp_path / "model", "mimo")
-    before = active_bytes()
-    with LLM(folder, max_model_len=128, num_kv_blocks=8) as llm:
-        assert type(llm.engine.scheduler.speculation) is Speculation
-    assert active_bytes() <= before
-    assert "does not draft. MLX has no memory" in caplog.text
-    with pytest.raises(RuntimeError, match="MLX has no memory"):
-        LLM(folder, max_model_len=128, num_kv_blocks=8, speculate="mtp")
-    assert active_bytes() <= before
+    check_is_left_out(tmp_path, caplog, "does not draft. MLX has no memory", RuntimeError, "MLX has no memory")
 
 
 def test_heads_that_cannot_run_here_are_reported_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_server.engine.draft_parts._fault", lambda *_, **__: "it is too new")
-    folder = head_folder(tmp_path / "model", "mimo")
-    before = active_bytes()
-    with LLM(folder, max_model_len=128, num_kv_blocks=8) as llm:
-        assert type(llm.engine.scheduler.speculation) is Speculation
-    assert active_bytes() <= before
-    assert "it is too new" in caplog.text
-    with pytest.raises(ModelLoadError, match="it is too new"):
-        LLM(folder, max_model_len=128, num_kv_blocks=8, speculate="mtp")
+    check_is_left_out(tmp_path, caplog, "it is too new", ModelLoadError, "it is too new")
 
 
 @pytest.mark.usefixtures("always_drafts")
