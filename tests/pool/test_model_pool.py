@@ -27,9 +27,10 @@ from mlx_server.errors import (
     ServeError,
 )
 from mlx_server.model_entries import ModelEntry
+from mlx_server.pool import model_pool
 from mlx_server.pool.catalog import Catalog
 from mlx_server.pool.model_pool import Lease, ModelPool
-from mlx_server.pool.pooled_model import ModelState
+from mlx_server.pool.pooled_model import LoadResult, ModelState
 from mlx_server.runtime.memory import MemoryReading
 from mlx_server.tiers import Tier
 from tests.api.worlds import until
@@ -452,6 +453,39 @@ async def test_a_pinned_model_that_cannot_be_loaded_again_is_tried_until_it_can(
         await until(lambda: world.loaded() == {"a"})
         world.pool.retry_lost()
         assert len(world.factory.made) == 5
+
+
+async def test_the_pool_itself_tries_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_pool, "_SWEEP_S", 0.001)
+    async with world_of(entries=pinned_and()) as world:
+        world.now_s += 60.0
+        world.factory.refusals["a"] = ModelLoadError("the disk is asleep")
+        world.factory.made[0].die()
+        await until(lambda: world.states() == {"a": "failed"})
+        del world.factory.refusals["a"]
+        world.now_s += 30.0
+        await until(lambda: world.loaded() == {"a"})
+
+
+async def test_a_pinned_model_that_finds_no_room_again_is_tried_after_a_pause():
+    async with world_of(entries=pinned_and("b"), when_full="fail") as world:
+        lease = await world.pool.acquire("b")
+        world.now_s += 60.0
+        world.factory.refusals["a"] = ModelLoadError("the disk is asleep")
+        world.factory.made[0].die()
+        await until(lambda: world.states()["a"] == "failed")
+        del world.factory.refusals["a"]
+        world.need_mib["/models/a"] = 150
+        for num_tries in (1, 2):
+            world.now_s += 30.0
+            for _ in range(3):
+                world.pool.retry_lost()
+                await until(lambda: world.states()["a"] == "unloaded")
+            assert world.pool.find("a").loads[LoadResult.NO_ROOM] == num_tries
+        lease.end()
+        world.now_s += 30.0
+        world.pool.retry_lost()
+        await until(lambda: world.loaded() == {"a"})
 
 
 async def test_a_load_that_waits_for_room_does_not_get_that_of_a_pinned_model_that_died():

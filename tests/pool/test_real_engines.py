@@ -53,13 +53,20 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
             def explode(*arguments: Any) -> None:
                 raise MemoryError("[malloc] Unable to allocate 8 bytes")
 
+            def wait_for_device() -> None:
+                unloading.append("wait")
+                explode()
+
             def close(self: ModelRunner) -> None:
+                unloading.append("close")
                 original(self)
                 explode()
 
+            unloading: list[str] = []
+
             original = ModelRunner.close
             with monkeypatch.context() as late, monkeypatch.context() as broken:
-                late.setattr(parts, "wait_for_device", explode)
+                late.setattr(parts, "wait_for_device", wait_for_device)
                 late.setattr(ModelRunner, "close", close)
                 broken.setattr(ModelRunner, where, explode)
                 for stream in streams:
@@ -68,6 +75,7 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
                 broken.undo()
                 assert pool.death() is None
                 await until(lambda: pool.find(None).is_ready)
+                assert unloading == ["wait", "close"]
         with await pool.acquire(None) as engine:
             assert await read(engine.submit(ask("first", 20))) == wanted
             assert engine.stats().num_generated_tokens >= 2 * 20

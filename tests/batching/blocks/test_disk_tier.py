@@ -536,6 +536,18 @@ def test_a_dead_engine_holds_no_blocks_for_loads() -> None:
     assert world.scheduler.blocks.num_free_blocks == 64
 
 
+def test_the_tier_is_closed_even_if_the_requests_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the failed step left may be in no order."""
+    world = make_world(store=kept())
+    closed: list[bool] = []
+    monkeypatch.setattr(type(world.scheduler.disk), "close", lambda tier: closed.append(True))
+    monkeypatch.setattr(world.scheduler._table, "end", lambda *_: 1 // 0)
+    world.add(make_request("a", LONG, 8))
+    with pytest.raises(ZeroDivisionError):
+        world.scheduler.fail_all()
+    assert closed == [True]
+
+
 def test_nothing_is_loaded_that_is_computed_sooner() -> None:
     world = make_world(store=(store := kept()))
     world.scheduler.learn(100, 0.001, 0.001)  # 100,000 tokens a second, and a block takes 16 ms to read

@@ -27,6 +27,7 @@ from mlx_server.runtime.kernels.gpu.product_choice import (
     stored_times,
 )
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape, form_product
+from mlx_server.runtime.layers import fixed_rows
 from mlx_server.runtime.layers.fixed_rows import FixedRows
 from mlx_server.runtime.layers.products import own_product
 from mlx_server.runtime.models import loader, random_models
@@ -179,19 +180,30 @@ def test_activations_of_another_type_are_left_to_mlx() -> None:
     assert kernels.launches == []
 
 
-def test_activations_of_another_type_are_left_to_fixed_rows_if_bits_must_be_exact() -> None:
+def test_activations_of_another_type_are_left_to_fixed_rows_if_bits_must_be_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As MiniMax's gate has them, whose weight is bfloat16 and whose rows are float32."""
+    fixed: list[int] = []
+
+    def by_rule(rule: Any, own: Any, x: mx.array) -> mx.array:
+        fixed.append(len(x))
+        return original(rule, own, x)
+
+    original = fixed_rows._by_rule
+    monkeypatch.setattr(fixed_rows, "_by_rule", by_rule)
     kernels = HostKernels()
     model = Model()
     model.dense.weight = model.dense.weight.astype(mx.float16)
     for _ in gpu_products(model, ProductKernels(kernels), exact=True, measure=times(0.5, 0.6, FIXED_TIMES)):
         pass
     kernels.launches.clear()
+    fixed.clear()
     x = mx.random.normal((40, 128))
     whole = model.dense(x)
     for count in (1, 5, 17, 33):
         assert mx.array_equal(model.dense(x[:count]), whole[:count]).item()
-    assert kernels.launches == []
+    assert (kernels.launches, fixed) == ([], [40, 1, 5, 17, 33])
     model.dense(x.astype(mx.float16))
     assert kernels.launches == [("vector", 40)]
 
