@@ -180,6 +180,10 @@ def _loads(models: Iterable[Any]) -> dict[Labels, float]:
     return {(model.name, result): number for model in models for result, number in model.loads.items()}
 
 
+def _failures(models: Iterable[Any]) -> dict[Labels, float]:
+    return {(model.name,): model.num_deaths for model in models}
+
+
 VLLM_SERIES: tuple[Family, ...] = (
     gauge("vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
     gauge("vllm:num_requests_waiting", "Requests waiting to run.", "stats.num_waiting"),
@@ -339,6 +343,7 @@ SERVER_SERIES: Mapping[str, tuple[Family, ...]] = {
     "models": (
         gauge("mlx_serve:model_state{model_name,state}", "1 for the model's state.", _states),
         counter("mlx_serve:model_loads{model_name,result}", "Finished loads, by result.", _loads),
+        counter("mlx_serve:model_failures{model_name}", "Failed steps; each ends the model's requests.", _failures),
     ),
     "kv_disk": (
         gauge("mlx_serve:kv_disk_on", "1 while prefixes are kept on disk, 0 after an error.", "is_on"),

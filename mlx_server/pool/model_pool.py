@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
-_PROBATION_S = 60.0
-"""If an engine dies sooner after it was loaded, loading the model again would probably not help."""
+_MAX_FRUITLESS = 3
+"""If so many engines of a model die in a row and none has computed a step, loading it again does not help."""
 
 
 class Lease:
@@ -307,6 +307,8 @@ class ModelPool:
                 exc_info=None if isinstance(error, ServeError) else error,
             )
             model.fail_load(error.with_traceback(None), self._clock() + self._settings.retry_failed_s)
+            if model.has_died and not isinstance(error, ServeError):
+                self._death = f"The engine of {model.name} has died, and loading the model again fails: {error}"
             return error
         finally:
             del self._loads[model.name]
@@ -373,8 +375,9 @@ class ModelPool:
         request. The process must end if that would not help."""
         assert model.engine is not None, "a model that dies has an engine"
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        is_new = model.state is ModelState.LOADING or self._clock() - model.ready_s < _PROBATION_S
-        if is_new or not self._around.thread.is_alive or self._around.ranks.group is not None:
+        model.count_death()
+        is_hopeless = model.state is ModelState.LOADING or model.num_fruitless >= _MAX_FRUITLESS
+        if is_hopeless or not self._around.thread.is_alive or self._around.ranks.group is not None:
             self._death = reason
             return
         logger.warning("%s The model is unloaded.", reason)

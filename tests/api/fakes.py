@@ -102,6 +102,7 @@ class FakeEngine:
         self.num_paused = 0
         self._resumed = asyncio.Event()
         self.on_death: Callable[[], None] = lambda: None
+        self.end_thread: Callable[[], None] = lambda: None
 
     @property
     def names(self) -> ServedNames:
@@ -159,6 +160,7 @@ class FakeEngine:
         self.state = EngineState.DEAD
         self.error = error.message
         self._fail(error)
+        self.end_thread()
         self.on_death()
 
     def _fail(self, error: ServeError) -> None:
@@ -176,7 +178,7 @@ class FakeFactory:
 
     def make(self, config: Config, around: Surroundings, *, metrics: object) -> FakeEngine:
         engine = self._engines[config.model.served_model_name or ""]
-        engine.on_death = around.on_death
+        engine.on_death, engine.end_thread = around.on_death, self.stop
         return engine
 
     def stop(self) -> None:

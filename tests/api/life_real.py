@@ -1,5 +1,5 @@
-"""A whole server for tests: `python -m tests.api.life_real CONFIG`. Its MLX thread breaks at the next step after
-SIGUSR1."""
+"""A whole server for tests: `python -m tests.api.life_real CONFIG`. All steps after SIGUSR1
+fail."""
 
 from __future__ import annotations
 
