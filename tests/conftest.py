@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in IN_REAL_TIME:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """As a server does: collections, such as at the end of every model, need not look at what has been imported."""
+    gc.collect()
+    gc.freeze()
 
 
 settings.register_profile("any machine", deadline=None)  # speed is measured by benchmarks, and machines are shared

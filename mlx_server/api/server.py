@@ -143,9 +143,14 @@ class _Server:
 
     async def _build(self, make_pool: Callable[[Config], ModelPool], at_end: contextlib.AsyncExitStack) -> None:
         """Makes the pool and the application, lets requests in, and starts what else runs beside them. `at_end` gets
-        what must be closed after the last request."""
+        what must be closed after the last request.
+
+        What has been imported is frozen: a collection over all of it would stall streams for a tenth of a second.
+        Models are loaded later, so their memory can be collected.
+        """
         self._pool = await asyncio.to_thread(make_pool, self._config)
         await asyncio.to_thread(importlib.import_module, "mlx_server.api.app")
+        gc.freeze()
         from mlx_server.api.answers.generation_service import watch_revocations
         from mlx_server.api.app import create_app
 
@@ -199,12 +204,7 @@ class _Server:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
     async def _death(self) -> None:
-        """Returns when nothing can be generated any more.
-
-        Objects that exist once the models are loaded are frozen: a collection over all of them would stall streams. (So
-        would counting the frozen ones; unloading a model thaws and freezes them.)
-        """
-        gc.freeze()
+        """Returns when nothing can be generated any more."""
         while True:
             death = self._pool.death()
             if death is not None:

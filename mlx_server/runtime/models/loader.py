@@ -331,11 +331,7 @@ def release(last_references: list[object]) -> None:
     """Drops the last references to a model on the thread of its arrays' streams, and returns MLX's cached memory to the
     system. MLX thread."""
     last_references.clear()
-    is_frozen = gc.get_freeze_count() > 0  # the server freezes its objects after loading
-    gc.unfreeze()
     gc.collect()
-    if is_frozen:
-        gc.freeze()
     mx.clear_cache()
 
 
