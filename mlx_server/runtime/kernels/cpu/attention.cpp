@@ -4,12 +4,13 @@
 // scores (queries x K) and outputs (weights x V) are the same small matrix product. A tile is up to kTileRows rows of
 // one request and KV head, a row being one (token, query head) pair, query heads of a group innermost: a decode is a
 // tile of one token, and the group shares every read of K and V. Softmax is online (Milakov and Gimelshein, 2018) and
-// in base 2. Keys are summed up in pieces of kPieceBlocks blocks, which are merged in their order, as in Flash-Decoding (Dao and
-// others, 2023). Work is cut into items of (tile, key range); long contexts with few rows are split between pieces.
+// in base 2. Keys are summed up in pieces of kPieceBlocks blocks, which are merged in their order, as in Flash-Decoding
+// (Dao and others, 2023). Work is cut into items of (tile, key range); long contexts with few rows are split between
+// pieces.
 //
 // If several requests begin with the same pieces, these are read once for the rows of all of them: tiles of those rows
-// come first and leave their sums among the parts, from which each request's own tiles go on. Contexts 700 and 600 that share 530
-// tokens: one tile over [0, 512) for both, then [512, 700) of the one and [512, 600) of the other.
+// come first and leave their sums among the parts, from which each request's own tiles go on. Contexts 700 and 600 that
+// share 530 tokens: one tile over [0, 512) for both, then [512, 700) of the one and [512, 600) of the other.
 //
 // A row's result has the same bits whichever rows are computed with it, in a tile or in a step, and by however many
 // threads: spans and pieces begin at multiples of their sizes, counted from the context's start; a product sums up each
@@ -98,21 +99,25 @@ struct Tile {
   }
 };
 
-// Reads and writes the pool through `Rows`: WholeRows or QuantizedRows.
-template <typename Rows>
+// What does not depend on how K/V are stored, so that it is compiled once. Reading a number of K or V takes `read_ns`,
+// roughly, and a tile needs `room` floats for K/V that are not read in place.
 class Attention {
  public:
-  static constexpr int64_t kRoom = kSpanBlocks * Rows::kRoom;
-
-  explicit Attention(const Call& call)
+  Attention(const Call& call, double read_ns, int64_t room)
       : call_(call),
-        rows_(call.pool),
         group_(call.num_heads / call.pool.num_kv_heads),
-        width_((call.pool.value_dim + kPanel - 1) / kPanel * kPanel) {}
+        width_((call.pool.value_dim + kPanel - 1) / kPanel * kPanel),
+        room_(room),
+        read_ns_(read_ns) {}
+  virtual ~Attention() = default;
+
+  // Stores the K/V of tokens [first, last).
+  virtual void write(int64_t first, int64_t last) const = 0;
 
   // Floats of a tile's output row, and of a part's: sums, with their maximum and their weight behind them.
   int64_t output_width() const { return width_; }
   int64_t part_width() const { return width_ + 2; }
+  int64_t room() const { return room_; }
 
   void cut(int threads, Work& work) const {
     for (Items* items : {&work.shared, &work.own}) items->all.clear(), items->merges.clear();
@@ -137,16 +142,6 @@ class Attention {
       // Large items first; the others keep their order, in which neighbours read the same blocks.
       std::partition(items->all.begin(), items->all.end(),
                      [&](const Item& i) { return i.cost * threads * 16 > work.cost; });
-    }
-  }
-
-  // Stores the K/V of tokens [first, last).
-  void write(int64_t first, int64_t last) const {
-    for (int64_t head = 0; head < call_.pool.num_kv_heads; ++head) {
-      for (int64_t token = first; token < last; ++token) {
-        const float *key = call_.keys.row(token, head), *value = call_.values.row(token, head);
-        rows_.write(call_.slots[token] / kBlock, call_.slots[token] % kBlock, head, key, value);
-      }
     }
   }
 
@@ -191,12 +186,22 @@ class Attention {
     if (!item.is_shared()) finish(item, into);
   }
 
- private:
+ protected:
+  // Scores of `count` blocks from `block` on, at most a span: queries times K, in steps of kDepth along key_dim, since
+  // sums of sums round less than one long sum.
+  virtual void score(const Item& item, Tile& tile, int32_t block, int32_t count) const = 0;
+
+  // Adds weights times V to the tile's output, as far as its last row sees.
+  virtual void mix(const Item& item, Tile& tile, int32_t block, int32_t count) const = 0;
+
   // A block's id, by its place in the request.
   int64_t id_of(const Item& item, int32_t block) const {
     return call_.block_tables[item.request * call_.table_width + block];
   }
 
+  const Call& call_;
+
+ private:
   // Leading blocks that a request has in common with others, as whole pieces.
   int32_t shared_blocks(int32_t request) const {
     return call_.sharing[2 * request + 1] / kPieceBlocks * kPieceBlocks;
@@ -261,7 +266,7 @@ class Attention {
   // In ns: reading a block, and multiplying it at 160 operations/ns.
   double cost(const Item& item) const {
     const double dims = call_.pool.key_dim + call_.pool.value_dim;
-    return dims * kBlock * (item.last_block - item.first_block) * (Rows::kReadNs + 0.0125 * item.num_rows());
+    return dims * kBlock * (item.last_block - item.first_block) * (read_ns_ + 0.0125 * item.num_rows());
   }
 
   // Cuts items that cost several times `target` along their keys, between pieces.
@@ -336,23 +341,6 @@ class Attention {
     into[width_ + 1] = into[width_ + 1] * shrink + piece_weight * weight;
   }
 
-  // Queries times K, in steps of kDepth along key_dim: sums of sums round less than one long sum.
-  void score(const Item& item, Tile& tile, int32_t block, int32_t count) const {
-    const int64_t key_dim = call_.pool.key_dim;
-    for (int32_t j = 0; j < count; ++j) {
-      const int64_t id = id_of(item, block + j);
-      for (int64_t d = 0; d < key_dim; d += kDepth) {
-        const int64_t depth = std::min(kDepth, key_dim - d);
-        const float* keys = rows_.keys(id, item.kv_head, d, depth, tile.room);
-        const float* next = d + kDepth < key_dim ? rows_.keys_ahead(id, item.kv_head, d + kDepth, tile.room)
-                            : j + 1 < count ? rows_.keys_ahead(id_of(item, block + j + 1), item.kv_head, 0, tile.room)
-                                            : rows_.values_ahead(id_of(item, block), item.kv_head, 0, tile.room);
-        multiply(item.num_rows(), tile.queries + d, key_dim, {&keys, depth, depth, kBlock, next}, kVectors,
-                 tile.scores + j * kBlock, kSpan, d > 0);
-      }
-    }
-  }
-
   // Turns a span's scores into weights against the running maximum; scales down what was summed before.
   void weigh(const Item& item, Tile& tile, int32_t block, int32_t count) const {
     const int32_t start = block * kBlock, vectors = count * kVectors;
@@ -390,26 +378,6 @@ class Attention {
     }
   }
 
-  // Adds weights times V, as far as the tile's last row sees.
-  void mix(const Item& item, Tile& tile, int32_t block, int32_t count) const {
-    const int64_t value_dim = call_.pool.value_dim;
-    const int64_t tokens = std::min(count * kBlock, tile.last_key[item.num_rows() - 1] - block * kBlock);
-    for (int64_t d = 0; d < value_dim; d += kPanel) {
-      const int64_t columns = std::min<int64_t>(kPanel, value_dim - d);
-      const float* at[kSpanBlocks];
-      for (int32_t j = 0; j < count; ++j) {
-        const int64_t seen = std::min<int64_t>(kBlock, tokens - j * kBlock);
-        const int64_t later = id_of(item, std::min(block + count + j, item.last_block - 1));
-        at[j] = rows_.values(id_of(item, block + j), item.kv_head, d, seen, later, tile.room + j * Rows::kRoom);
-      }
-      const bool is_last = d + kPanel >= value_dim && block + count < item.last_block;
-      const float* next = is_last ? rows_.keys_ahead(id_of(item, block + count), item.kv_head, 0, tile.room)
-                                  : rows_.values_ahead(id_of(item, block), item.kv_head, d + kPanel, tile.room);
-      multiply(item.num_rows(), tile.scores, kSpan, {at, kBlock, tokens, columns, next}, (columns + kLanes - 1) / kLanes,
-               tile.output + d, width_, true);
-    }
-  }
-
   void finish(const Item& item, const Tile& tile) const {
     for (int row = 0; row < item.num_rows(); ++row) {
       finish(item, row, tile.output + row * width_, tile.maximum[row], across<Plus>(tile.sum[row]));
@@ -435,10 +403,63 @@ class Attention {
     for (int64_t d = 0; d < call_.pool.value_dim; ++d) output[d] = sums[d] * scale;
   }
 
-  const Call& call_;
-  const Rows rows_;
   const int32_t group_;
-  const int64_t width_;  // value_dim rounded up to whole panels
+  const int64_t width_, room_;  // width_: value_dim rounded up to whole panels
+  const double read_ns_;
+};
+
+// Reads and writes the pool through `Rows`: WholeRows or QuantizedRows.
+template <typename Rows>
+class AttentionOver final : public Attention {
+ public:
+  explicit AttentionOver(const Call& call) : Attention(call, Rows::kReadNs, kSpanBlocks * Rows::kRoom), rows_(call.pool) {}
+
+  void write(int64_t first, int64_t last) const override {
+    for (int64_t head = 0; head < call_.pool.num_kv_heads; ++head) {
+      for (int64_t token = first; token < last; ++token) {
+        const float *key = call_.keys.row(token, head), *value = call_.values.row(token, head);
+        rows_.write(call_.slots[token] / kBlock, call_.slots[token] % kBlock, head, key, value);
+      }
+    }
+  }
+
+ private:
+  void score(const Item& item, Tile& tile, int32_t block, int32_t count) const override {
+    const int64_t key_dim = call_.pool.key_dim;
+    for (int32_t j = 0; j < count; ++j) {
+      const int64_t id = id_of(item, block + j);
+      for (int64_t d = 0; d < key_dim; d += kDepth) {
+        const int64_t depth = std::min(kDepth, key_dim - d);
+        const float* keys = rows_.keys(id, item.kv_head, d, depth, tile.room);
+        const float* next = d + kDepth < key_dim ? rows_.keys_ahead(id, item.kv_head, d + kDepth, tile.room)
+                            : j + 1 < count ? rows_.keys_ahead(id_of(item, block + j + 1), item.kv_head, 0, tile.room)
+                                            : rows_.values_ahead(id_of(item, block), item.kv_head, 0, tile.room);
+        multiply(item.num_rows(), tile.queries + d, key_dim, {&keys, depth, depth, kBlock, next}, kVectors,
+                 tile.scores + j * kBlock, kSpan, d > 0);
+      }
+    }
+  }
+
+  void mix(const Item& item, Tile& tile, int32_t block, int32_t count) const override {
+    const int64_t value_dim = call_.pool.value_dim;
+    const int64_t tokens = std::min(count * kBlock, tile.last_key[item.num_rows() - 1] - block * kBlock);
+    for (int64_t d = 0; d < value_dim; d += kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, value_dim - d);
+      const float* at[kSpanBlocks];
+      for (int32_t j = 0; j < count; ++j) {
+        const int64_t seen = std::min<int64_t>(kBlock, tokens - j * kBlock);
+        const int64_t later = id_of(item, std::min(block + count + j, item.last_block - 1));
+        at[j] = rows_.values(id_of(item, block + j), item.kv_head, d, seen, later, tile.room + j * Rows::kRoom);
+      }
+      const bool is_last = d + kPanel >= value_dim && block + count < item.last_block;
+      const float* next = is_last ? rows_.keys_ahead(id_of(item, block + count), item.kv_head, 0, tile.room)
+                                  : rows_.values_ahead(id_of(item, block), item.kv_head, d + kPanel, tile.room);
+      multiply(item.num_rows(), tile.scores, kSpan, {at, kBlock, tokens, columns, next}, (columns + kLanes - 1) / kLanes,
+               tile.output + d, output_width(), true);
+    }
+  }
+
+  const Rows rows_;
 };
 
 // What the threads work in.
@@ -450,12 +471,10 @@ struct Room {
   Scratch parts;
 };
 
-template <typename Rows>
-void run_over(Engine& engine, Room& room, const Call& call) {
-  const Attention<Rows> attention(call);
+void attend_with(const Attention& attention, Engine& engine, Room& room, const Call& call) {
   attention.cut(engine.threads.count(), room.work);
   float* parts = room.parts.at_least(room.work.part_rows * attention.part_width());
-  for (Tile& tile : room.tiles) tile.fit(call.pool.key_dim, attention.output_width(), attention.kRoom);
+  for (Tile& tile : room.tiles) tile.fit(call.pool.key_dim, attention.output_width(), attention.room());
 
   const Items &shared = room.work.shared, &own = room.work.own;
   const int64_t tokens = call.keys.data == nullptr ? 0 : call.num_tokens, items = own.all.size();
@@ -493,9 +512,9 @@ void attend(Engine& engine, const Call& call) {
   if (engine.attention == nullptr) engine.attention = std::make_shared<Room>(engine.threads.count());
   Room& room = *static_cast<Room*>(engine.attention.get());
   switch (call.pool.key_bits << 8 | call.pool.value_bits) {
-    case 0x808: return run_over<QuantizedRows<8, 8>>(engine, room, call);
-    case 0x804: return run_over<QuantizedRows<8, 4>>(engine, room, call);
-    case 0x404: return run_over<QuantizedRows<4, 4>>(engine, room, call);
-    default: return run_over<WholeRows>(engine, room, call);
+    case 0x808: return attend_with(AttentionOver<QuantizedRows<8, 8>>(call), engine, room, call);
+    case 0x804: return attend_with(AttentionOver<QuantizedRows<8, 4>>(call), engine, room, call);
+    case 0x404: return attend_with(AttentionOver<QuantizedRows<4, 4>>(call), engine, room, call);
+    default: return attend_with(AttentionOver<WholeRows>(call), engine, room, call);
   }
 }

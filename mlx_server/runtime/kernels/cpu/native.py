@@ -91,10 +91,10 @@ def load(folder: Path) -> Any:
     headers = (binding / "include", binding / "ext" / "robin_map" / "include", mlx / "include", _python_headers())
     includes = tuple(f"-I{path}" for path in headers)
     units = [  # those that take longest first
-        Unit(_HERE / "products.cpp"),
         Unit(_HERE / "nodes.cpp", (*_BINDING_FLAGS, "-std=c++20", f"-DNATIVE_MODULE={_MODULE}", *includes)),
+        Unit(_HERE / "products.cpp"),
         Unit(_HERE / "attention.cpp"),
-        Unit(binding / "src" / "nb_combined.cpp", (*_BINDING_FLAGS, *includes)),
+        Unit(binding / "src" / "nb_combined.cpp", (*_BINDING_FLAGS, "-Og", *includes)),  # as fast, sooner compiled
         Unit(_HERE / "layer.cpp", ("-O3", "-ffp-contract=off")),
     ]
     link = [f"-L{mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx / 'lib'}"]

@@ -75,6 +75,7 @@ class Rows {
   void fetch(int64_t k, const Ahead& ahead) const {
     const char* here = reinterpret_cast<const char*>(row_[0] + kTile * (k / kNumbers));
     if constexpr (kNear) {
+      if (!kIsLarge && ahead.distance == 0) return;
       for (int64_t i = 0; i < kStepBytes; i += kLineBytes) __builtin_prefetch(here + ahead.distance + i);
     } else if constexpr (kIsLarge) {
       for (int64_t i = ahead.from; i < ahead.to; i += kLineBytes) __builtin_prefetch(here + ahead.distance + i, 0, 2);
@@ -322,7 +323,7 @@ void multiply_outputs(const Weights& w, const float* x, int64_t rows, int64_t fi
       } else if (W::kIsLarge && groups > 2 && end < last) {
         ahead = part_ahead(width / kTile * tile_bytes, W::kStepBytes, g - alone, groups - alone);
       }
-      const auto multiply_group = g == 0 && alone ? few_rows<W, true> : few_rows<W, false>;
+      const auto multiply_group = g == 0 && alone ? few_rows<W, true> : few_rows<W, !W::kIsLarge>;
       multiply_group(int(first_of(g + 1, rows) - row), w, x + row * w.depth, panel, end, ahead, y + row * w.outputs);
     }
   }
