@@ -31,12 +31,11 @@ def check_combinations(config: Config) -> None:
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """A sentence for each setting that was given and changes nothing because of another one. Opening the tier on disk
-    names those of its folder."""
+    """A sentence for each setting that was given and changes nothing because of another one."""
     pool, observability = config.pool, config.observability
     may_unload = bool(config.models or pool.model_folders or pool.pulled_models)
     dependent = (
-        (config.memory, ("kv_disk_writes_per_day",), "kv_disk", config.memory.kv_disk),
+        (config.memory, ("kv_disk_dir", "kv_disk_bits", "kv_disk_writes_per_day"), "kv_disk", config.memory.kv_disk),
         (pool, ("idle_ttl_s",), "[[models]], model_folders or pulled_models: a single model stays loaded", may_unload),
         (observability, ("trace_prompts", "trace_every_steps"), "tracing", observability.tracing != "off"),
         (observability, ("kv_cache_metrics_sample",), "kv_cache_metrics", observability.kv_cache_metrics),

@@ -51,6 +51,11 @@ _MODELS = '[[models]]\nmodel = "a"\ndraft_model = "small"\n'
             ["kv_disk_writes_per_day is 1GB, which has no effect without kv_disk."],
         ),
         ('[memory]\nkv_disk = "1GB"\nkv_disk_writes_per_day = "1GB"\n', []),
+        (
+            '[memory]\nkv_disk_dir = "/d"\nkv_disk_bits = "8"\n',
+            [f"{name}, which has no effect without kv_disk." for name in ("kv_disk_dir is /d", "kv_disk_bits is 8")],
+        ),
+        ('[memory]\nkv_disk = "1GB"\nkv_disk_dir = "/d"\nkv_disk_bits = "8"\n', []),
         ("[pool]\nidle_ttl_s = 60\n", ["idle_ttl_s is 60.0, which has no effect without [[models]], model_folders or"]),
         ("[pool]\nidle_ttl_s = 60\npulled_models = true\n", []),
         ('[pool]\nidle_ttl_s = 60\nmodel_folders = "x"\n', []),

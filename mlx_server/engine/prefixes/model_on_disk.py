@@ -56,8 +56,6 @@ def disk_folder(settings: MemoryConfig) -> Path:
 def open_configured(settings: MemoryConfig) -> KvDisk | None:
     """Opens the configured tier; None if there is none, or if it cannot be used, which is logged."""
     if settings.kv_disk is None:
-        if settings.kv_disk_dir is not None or settings.kv_disk_bits != FULL_KV:
-            logger.warning("kv_disk_dir and kv_disk_bits have no effect without kv_disk, the space that may be used.")
         return None
     return open_disk(disk_folder(settings), settings.kv_disk, parse_size(settings.kv_disk_writes_per_day))
 

@@ -95,14 +95,8 @@ def test_the_folder_is_the_home_s_unless_it_is_set(tmp_path: Path, monkeypatch: 
     assert disk_folder(MemoryConfig(kv_disk_dir="~/other")) == Path("/somewhere/other")
 
 
-@pytest.mark.parametrize(
-    ("settings", "warns"), [({}, False), ({"kv_disk_dir": "/nowhere"}, True), ({"kv_disk_bits": "8"}, True)]
-)
-def test_without_space_there_is_no_tier(
-    caplog: pytest.LogCaptureFixture, settings: dict[str, str], warns: bool
-) -> None:
-    assert open_configured(MemoryConfig(**settings)) is None  # type: ignore[arg-type]
-    assert ("have no effect without kv_disk" in caplog.text) is warns
+def test_without_space_there_is_no_tier() -> None:
+    assert open_configured(MemoryConfig()) is None
 
 
 async def test_reads_and_writes_wake_the_scheduler_on_its_own_thread(tmp_path: Path) -> None:
