@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
 _MAX_FRUITLESS = 3
-"""If so many engines of a model die in a row and none has computed a step, loading it again does not help."""
+"""If so many engines of the only model die in a row and none has computed a step, loading it again does not help."""
 
 
 class Lease:
@@ -307,7 +307,7 @@ class ModelPool:
                 exc_info=None if isinstance(error, ServeError) else error,
             )
             model.fail_load(error.with_traceback(None), self._clock() + self._settings.retry_failed_s)
-            if model.has_died and not isinstance(error, ServeError):
+            if model.has_died and not isinstance(error, ServeError) and self._is_alone(model):
                 self._death = f"The engine of {model.name} has died, and loading the model again fails: {error}"
             return error
         finally:
@@ -350,6 +350,10 @@ class ModelPool:
         others = self._models.values()
         return any(other.engine.num_streams for other in others if other is not model and other.engine is not None)
 
+    def _is_alone(self, model: PooledModel) -> bool:
+        """Whether no other model is ready, which would show that the device is well."""
+        return not any(other.is_ready for other in self.models() if other is not model)
+
     async def _give_up(self, model: PooledModel) -> None:
         task = self._loads.get(model.name)
         if task is not None:
@@ -376,8 +380,9 @@ class ModelPool:
         assert model.engine is not None, "a model that dies has an engine"
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
         model.count_death()
-        is_hopeless = model.state is ModelState.LOADING or model.num_fruitless >= _MAX_FRUITLESS
-        if is_hopeless or not self._around.thread.is_alive or self._around.ranks.group is not None:
+        helps = self._around.thread.is_alive and self._around.ranks.group is None
+        helps = helps and not (model.num_fruitless >= _MAX_FRUITLESS and self._is_alone(model))
+        if model.state is ModelState.LOADING or not helps:
             self._death = reason
             return
         logger.warning("%s The model is unloaded.", reason)

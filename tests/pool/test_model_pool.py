@@ -400,6 +400,21 @@ async def test_three_deaths_in_a_row_without_a_step_or_the_death_of_the_thread_e
     assert world.pool.death() == "The MLX thread has ended."
 
 
+async def test_a_model_that_dies_again_and_again_does_not_end_others():
+    async with world_of("a", "b") as world:
+        await world.use("b")
+        for _ in range(5):
+            await world.use("a")
+            world.factory.made[-1].die()
+            assert world.pool.death() is None
+        world.factory.refusals["a"] = RuntimeError("the device is gone")
+        await until(lambda: world.states()["a"] == "unloaded")
+        with pytest.raises(OverloadedError):
+            await world.use("a")
+        assert world.pool.death() is None
+        assert world.loaded() == {"b"}
+
+
 async def test_an_engine_that_dies_is_replaced():
     """At once if the model is pinned, else at the next request; other models go on. Counts continue."""
     async with world_of(entries=pinned_and("b")) as world:
