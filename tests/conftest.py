@@ -33,10 +33,11 @@ IN_REAL_TIME = ("api", "bench", "cli", "engine", "observability")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that run servers, threads and processes in real time on a shared machine have a second try, which the
-    summary shows (RERUN). Tests without a clock have none, since it would hide faults."""
+    summary shows (RERUN). Tests without a clock have none, since it would hide faults. Nor has a test that hangs, since
+    pytest-timeout does not watch second tries."""
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in IN_REAL_TIME:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=1, rerun_except="from pytest-timeout"))
 
 
 def pytest_collection_finish() -> None:
