@@ -325,10 +325,14 @@ class AsyncEngine:
     async def _unload(self) -> None:
         if self._metrics is not None:
             self._metrics.past = self.stats()
-        parts, self._parts = self._parts, None
         self._given, self._loop_task = GivenModels(), None
-        if parts is not None:
-            await unload_parts(parts, self._around.thread, has_failed=self.state is EngineState.DEAD)
+        if self._parts is not None:
+            await unload_parts(self._take_parts(), self._around.thread, has_failed=self.state is EngineState.DEAD)
+
+    def _take_parts(self) -> EngineParts:
+        """The parts, of which the engine keeps no reference, so that they can be freed."""
+        parts, self._parts = self._loaded_parts(), None
+        return parts
 
     async def _run(self) -> None:
         """Runs the scheduler's loop. An error in it fails all requests and makes the engine dead."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_server.config import Config, ModelConfig
@@ -82,4 +84,24 @@ async def test_a_failed_step_ends_its_requests_and_the_model_is_loaded_again(
         await until(lambda: active_bytes() - used_bytes < 2**18)  # a model takes over 2**19
     finally:
         logging.disable(logging.NOTSET)
+        await pool.stop(0.0)
+
+
+async def test_an_unloaded_model_is_freed_at_once(tmp_path: Path) -> None:
+    """And not when garbage is collected the next time: its room is given to another model."""
+    config = Config(model=ModelConfig(model=str(make_folder(tmp_path / "model"))))
+    budget, around = MemoryBudget.of(config.memory), Surroundings.alone(config.memory)
+    pool = ModelPool(Catalog(config), budget, config.pool, around)
+    await pool.start()
+    loaded_bytes = active_bytes()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with await pool.acquire(None) as engine:
+                assert len(await read(engine.submit(ask("r", 5)))) == 5
+            assert mx.get_active_memory() > loaded_bytes - 2**18
+            await pool.unload(None, 0.0)
+            assert mx.get_active_memory() < loaded_bytes - 2**19
+    finally:
+        gc.enable()
         await pool.stop(0.0)
