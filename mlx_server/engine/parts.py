@@ -42,7 +42,15 @@ from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release, wait_for_device
+from mlx_server.runtime.models.loader import (
+    LoadedModel,
+    Pieces,
+    RunnerInfo,
+    compute_something,
+    is_gpu,
+    release,
+    wait_for_device,
+)
 from mlx_server.runtime.pooling import read_pooling
 
 logger = logging.getLogger(__name__)
@@ -189,6 +197,15 @@ async def unload_parts(parts: EngineParts, thread: MLXThread, *, has_failed: boo
             await asyncio.wrap_future(thread.call(closing.pop()))
         except Exception:  # the rest must be freed nevertheless
             logger.exception("An error while a model was unloaded")
+
+
+async def find_device_fault(thread: MLXThread) -> str | None:
+    """Why the device cannot even add two numbers; None if it can."""
+    try:
+        await asyncio.wrap_future(thread.call(compute_something))
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 async def _load_parts(

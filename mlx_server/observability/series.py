@@ -343,7 +343,7 @@ SERVER_SERIES: Mapping[str, tuple[Family, ...]] = {
     "models": (
         gauge("mlx_serve:model_state{model_name,state}", "1 for the model's state.", _states),
         counter("mlx_serve:model_loads{model_name,result}", "Finished loads, by result.", _loads),
-        counter("mlx_serve:model_failures{model_name}", "Failed steps; each ends the model's requests.", _failures),
+        counter("mlx_serve:model_failures{model_name}", "Engines that have died.", _failures),
     ),
     "kv_disk": (
         gauge("mlx_serve:kv_disk_on", "1 while prefixes are kept on disk, 0 after an error.", "is_on"),

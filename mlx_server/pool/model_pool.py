@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.guard import MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
-from mlx_server.engine.parts import Surroundings
+from mlx_server.engine.parts import Surroundings, find_device_fault
 from mlx_server.engine.prefixes.kv_events import KvEvents, open_events
 from mlx_server.errors import (
     EngineDeadError,
@@ -27,13 +27,14 @@ from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
+from mlx_server.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
-_MAX_FRUITLESS = 3
-"""If so many engines of the only model die in a row and none has computed a step, loading it again does not help."""
+_MAX_DEATHS = 3
+"""If so many engines die in a row and no request has been answered between, replacing them does not help."""
 
 
 class Lease:
@@ -96,6 +97,7 @@ class ModelPool:
         self.is_starting = True
         self._is_stopping = False
         self._death: str | None = None
+        self._num_deaths = self._num_answers = 0
 
     # --- models and engines ---------------------------------------------------------------------------------
 
@@ -307,8 +309,6 @@ class ModelPool:
                 exc_info=None if isinstance(error, ServeError) else error,
             )
             model.fail_load(error.with_traceback(None), self._clock() + self._settings.retry_failed_s)
-            if model.has_died and not isinstance(error, ServeError) and self._is_alone(model):
-                self._death = f"The engine of {model.name} has died, and loading the model again fails: {error}"
             return error
         finally:
             del self._loads[model.name]
@@ -350,10 +350,6 @@ class ModelPool:
         others = self._models.values()
         return any(other.engine.num_streams for other in others if other is not model and other.engine is not None)
 
-    def _is_alone(self, model: PooledModel) -> bool:
-        """Whether no other model is ready, which would show that the device is well."""
-        return not any(other.is_ready for other in self.models() if other is not model)
-
     async def _give_up(self, model: PooledModel) -> None:
         task = self._loads.get(model.name)
         if task is not None:
@@ -379,9 +375,9 @@ class ModelPool:
         request. The process must end if that would not help."""
         assert model.engine is not None, "a model that dies has an engine"
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        model.count_death()
+        model.num_deaths += 1
         helps = self._around.thread.is_alive and self._around.ranks.group is None
-        helps = helps and not (model.num_fruitless >= _MAX_FRUITLESS and self._is_alone(model))
+        helps = helps and (self._count_death() < _MAX_DEATHS or self._others_work(model))
         if model.state is ModelState.LOADING or not helps:
             self._death = reason
             return
@@ -389,10 +385,22 @@ class ModelPool:
         model.is_lost = model.is_ready and model.spec.is_pinned and model.keep_alive_s != 0
         self._begin_unload(model, 0.0)
 
+    def _count_death(self) -> int:
+        """How many engines have died since a request was answered, this one included."""
+        finished = (engine.metrics.finished for engine in self.counted_engines())
+        num_answers = sum(counts[FinishReason.STOP] + counts[FinishReason.LENGTH] for counts in finished)
+        self._num_deaths = 1 if num_answers > self._num_answers else self._num_deaths + 1
+        self._num_answers = num_answers
+        return self._num_deaths
+
     async def _stop_engine(self, model: PooledModel, drain_timeout_s: float) -> None:
         assert model.engine is not None, "a model that is drained has an engine"
         try:
             await model.engine.stop(drain_timeout_s)
+            if model.engine.state is EngineState.DEAD:
+                fault = await find_device_fault(self._around.thread)
+                if fault is not None:
+                    self._death = f"The device computes nothing any more: {fault}"
         finally:
             model.become_unloaded()
             logger.info("%s is unloaded", model.name)

@@ -47,11 +47,10 @@ class PooledModel:
     `need` is the last estimate of the memory that it needs, `share` what is booked for it while it has an engine.
     `past` is the engine of an earlier load, for its counts. `num_users` counts requests that use the engine or wait for
     it to load. While `is_yielding`, new requests wait, so that the model becomes idle and can make room for another.
-    After `retry_s`, a load that failed with `failure` may be tried again. A model whose last engine `has_died` has not
-    been loaded since; if it `is_lost`, it should be loaded again without a request. `num_deaths` counts the engines
-    that have died, `num_fruitless` those of them since the last one that had computed a step; when this one became
-    ready, `num_calls_before` calls of the model had been counted. `keep_alive_s` is the idle time that a client asked
-    for, until the model is unloaded: infinity is forever, None means what the specification says.
+    After `retry_s`, a load that failed with `failure` may be tried again. `num_deaths` counts engines that have died.
+    While a model `is_lost`, its engine has died, and it should be loaded again without a request. `keep_alive_s` is the
+    idle time that a client asked for, until the model is unloaded: infinity is forever, None means what the
+    specification says.
     """
 
     spec: ModelSpec
@@ -65,10 +64,7 @@ class PooledModel:
     num_users: int = 0
     loads: Counter[LoadResult] = field(default_factory=lambda: Counter(dict.fromkeys(LoadResult, 0)))
     ready_s: float = 0.0
-    has_died: bool = False
     num_deaths: int = 0
-    num_fruitless: int = 0
-    num_calls_before: int = 0
     last_used_s: float = 0.0
     load_progress: float = 0.0
     is_yielding: bool = False
@@ -121,9 +117,8 @@ class PooledModel:
         assert self.engine is not None, "a model is ready with an engine"
         self._move((ModelState.LOADING,), ModelState.READY)
         self.loads[LoadResult.READY] += 1
-        self.num_calls_before = self.engine.stats().num_model_calls
         self.ready_s = self.last_used_s = now
-        self.is_lost = self.has_died = False
+        self.is_lost = False
         self.load_progress = 1.0
 
     def fail_load(self, failure: Exception, retry_s: float) -> None:
@@ -136,13 +131,6 @@ class PooledModel:
         self._move((ModelState.LOADING,), ModelState.UNLOADED)
         self.loads[reason] += 1
         self._drop_engine()
-
-    def count_death(self) -> None:
-        assert self.engine is not None, "a model that dies has an engine"
-        self.has_died = True
-        self.num_deaths += 1
-        is_fruitful = self.is_loaded and self.engine.stats().num_model_calls > self.num_calls_before
-        self.num_fruitless = 0 if is_fruitful else self.num_fruitless + 1
 
     def begin_drain(self) -> None:
         self._move((ModelState.READY,), ModelState.DRAINING)

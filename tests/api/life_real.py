@@ -1,5 +1,4 @@
-"""A whole server for tests: `python -m tests.api.life_real CONFIG`. All steps after SIGUSR1
-fail."""
+"""A whole server for tests: `python -m tests.api.life_real CONFIG`. After SIGUSR1 its device computes nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from typing import Any
 from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import load_config
+from mlx_server.engine import parts
 from mlx_server.pool.model_pool import build_pool
 from mlx_server.runtime.model_runner import ModelRunner
 
@@ -28,7 +28,12 @@ def main() -> int:
         nonlocal is_broken
         is_broken = True
 
+    def compute_something() -> None:
+        if is_broken:
+            raise RuntimeError("the device is gone")
+
     ModelRunner.launch = launch  # type: ignore[method-assign]
+    parts.compute_something = compute_something
     signal.signal(signal.SIGUSR1, break_down)
     config = load_config(Path(sys.argv[1]), environ={})
     with listen(config.server) as listener:

@@ -121,7 +121,6 @@ async def test_a_signal_during_sixteen_streams(tmp_path: Path, drain_timeout_s: 
 
 
 async def test_a_device_that_is_gone_fails_all_streams_and_the_process(tmp_path: Path):
-    """The steps of both models fail, and so does loading one again."""
     async with (
         server(tmp_path, 60.0) as running,
         httpx.AsyncClient(base_url=running.url, timeout=60, limits=httpx.Limits(max_connections=32)) as http,
@@ -129,12 +128,9 @@ async def test_a_device_that_is_gone_fails_all_streams_and_the_process(tmp_path:
         tasks = await open_streams(http, 1500)
         running.process.send_signal(signal.SIGUSR1)
         answers = await asyncio.gather(*tasks)
-        assert (await http.get("/health")).status_code == 200
-        (refusal,) = await stream(http, 0, 1)
-        assert "`a` could not be loaded: the server's log has the reason." in refusal["error"]["message"]
         code, errors = await running.ended()
     assert [events[-1]["error"]["code"] for events in answers] == [503] * NUM_STREAMS
     assert all("the device is gone" in events[-1]["error"]["message"] for events in answers)
     assert code == 1
-    assert "The engine of a has died, and loading the model again fails: the device is gone" in errors
+    assert "The device computes nothing any more: the device is gone" in errors
     assert is_free(running.port)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from mlx_server.errors import (
     ServeError,
 )
 from mlx_server.model_entries import ModelEntry
-from mlx_server.outputs import EngineStats
+from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.pool import model_pool
 from mlx_server.pool.catalog import Catalog
 from mlx_server.pool.model_pool import Lease, ModelPool
 from mlx_server.pool.pooled_model import LoadResult, ModelState
+from mlx_server.request import FinishReason
 from mlx_server.runtime.memory import MemoryReading
 from mlx_server.tiers import Tier
 from tests.api.worlds import until
@@ -47,7 +49,7 @@ class Engine:
     gate: asyncio.Event
     stop_gate: asyncio.Event
     around: Surroundings
-    metrics: object
+    metrics: EngineMetrics
     refusal: Exception | None = None
     state: EngineState = EngineState.LOADING
     error: str | None = None
@@ -55,10 +57,6 @@ class Engine:
     stopped_after_s: float | None = None
     idle_kv_bytes: int = 0
     gives: bool = True
-    num_calls: int = 0
-
-    def stats(self) -> EngineStats:
-        return EngineStats(num_model_calls=self.num_calls)
 
     @property
     def share(self) -> MemoryShare | None:
@@ -86,24 +84,34 @@ class Engine:
 
     async def stop(self, drain_timeout_s: float) -> None:
         await self.stop_gate.wait()
-        self.state, self.stopped_after_s = EngineState.STOPPED, drain_timeout_s
+        self.stopped_after_s = drain_timeout_s
+        if self.state is not EngineState.DEAD:
+            self.state = EngineState.STOPPED
 
 
 @dataclass
 class Factory:
     """Makes engines, and stands for the MLX thread. `made` has every engine ever made, `refusals` what loading a model
-    fails with."""
+    fails with; `fault` is the device's."""
 
     made: list[Engine] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     stop_gate: asyncio.Event = field(default_factory=asyncio.Event)
     is_alive: bool = True
+    fault: Exception | None = None
 
-    def make(self, config: Config, around: Surroundings, *, metrics: object) -> Engine:
+    def call(self, function: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        if self.fault is None:
+            future.set_result(function())
+        else:
+            future.set_exception(self.fault)
+        return future
+
+    def make(self, config: Config, around: Surroundings, *, metrics: EngineMetrics | None) -> Engine:
         name = config.model.served_model_name or ""
-        engine = Engine(name, self.gate, self.stop_gate, around, metrics or object(), self.refusals.get(name))
-        engine.num_calls = max([earlier.num_calls for earlier in self.made if earlier.name == name], default=0)
+        engine = Engine(name, self.gate, self.stop_gate, around, metrics or EngineMetrics(10), self.refusals.get(name))
         self.made.append(engine)
         return engine
 
@@ -382,16 +390,24 @@ def pinned_and(*names: str) -> tuple[ModelEntry, ...]:
     return (ModelEntry(id="a", model="/models/a", pinned=True), *others)
 
 
-async def test_three_deaths_in_a_row_without_a_step_or_the_death_of_the_thread_end_everything():
-    """Steps of earlier engines of the model do not count, though its counters continue."""
+async def test_three_deaths_in_a_row_without_an_answer_or_the_death_of_the_thread_end_everything():
+    """Answers of any model count, those of earlier engines do not, nor do requests that were aborted."""
     async with world_of("a", "b") as world:
-        for num_deaths, num_steps in enumerate((4, 0, 0, 1, 0, 0, 0), 1):
+        for dies, answers, ended in (
+            ("a", "a", FinishReason.STOP),
+            ("a", "a", FinishReason.ERROR),
+            ("a", "b", FinishReason.LENGTH),
+            ("b", "b", FinishReason.ERROR),
+            ("a", "a", FinishReason.ABORT),
+        ):
             assert world.pool.death() is None
-            await world.use("a")
-            world.factory.made[-1].num_calls += num_steps
-            world.factory.made[-1].die()
-            assert world.pool.find("a").num_deaths == num_deaths
+            for name in ("a", "b"):
+                await world.use(name)
+            alive = {engine.name: engine for engine in world.factory.made}
+            alive[answers].metrics.finished[ended] += 1
+            alive[dies].die()
         assert world.pool.death() == "The engine of a has died: bad luck."
+        assert [world.pool.find(name).num_deaths for name in "ab"] == [4, 1]
         for name in ("a", "b"):
             with pytest.raises(EngineDeadError, match="bad luck"):
                 await world.pool.acquire(name)
@@ -400,19 +416,31 @@ async def test_three_deaths_in_a_row_without_a_step_or_the_death_of_the_thread_e
     assert world.pool.death() == "The MLX thread has ended."
 
 
-async def test_a_model_that_dies_again_and_again_does_not_end_others():
+async def test_a_model_that_dies_again_and_again_does_not_end_the_streams_of_others():
     async with world_of("a", "b") as world:
-        await world.use("b")
-        for _ in range(5):
-            await world.use("a")
-            world.factory.made[-1].die()
-            assert world.pool.death() is None
-        world.factory.refusals["a"] = RuntimeError("the device is gone")
-        await until(lambda: world.states()["a"] == "unloaded")
-        with pytest.raises(OverloadedError):
-            await world.use("a")
+        with await world.pool.acquire("b") as b:
+            b.num_streams = 1
+            for _ in range(5):
+                await world.use("a")
+                world.factory.made[-1].die()
+                assert world.pool.death() is None
+            b.num_streams = 0
+        await world.use("a")
+        world.factory.made[-1].die()
+        assert world.pool.death() is not None
+
+
+async def test_a_death_on_a_broken_device_ends_everything():
+    """The device is asked after each death, but not when a model is unloaded."""
+    async with world_of("a") as world:
+        world.factory.fault = RuntimeError("[METAL] Ignored")
+        await world.use("a")
+        await world.pool.unload("a", 0.0)
         assert world.pool.death() is None
-        assert world.loaded() == {"b"}
+        await world.use("a")
+        world.factory.made[-1].die()
+        await until(lambda: world.states()["a"] == "unloaded")
+        assert world.pool.death() == "The device computes nothing any more: [METAL] Ignored"
 
 
 async def test_an_engine_that_dies_is_replaced():
@@ -517,29 +545,6 @@ async def test_an_engine_that_dies_before_it_is_ready_ends_everything():
         world.factory.made[1].die()
         assert world.pool.death() == "The engine of a has died: bad luck."
         loading.cancel()
-
-
-async def test_a_load_that_fails_in_an_unknown_way_after_a_death_ends_everything():
-    """A broken device may be the reason. Without a death, or with a known error, the model is tried again."""
-    async with world_of("a") as world:
-        for has_died, refusal, ends in (
-            (False, RuntimeError("the device is gone"), False),
-            (True, ModelLoadError("the disk is asleep"), False),
-            (True, RuntimeError("the device is gone"), True),
-        ):
-            world.factory.refusals.clear()
-            world.now_s += 30.0
-            await world.use("a")
-            if has_died:
-                world.factory.made[-1].num_calls += 1
-                world.factory.made[-1].die()
-            await world.pool.unload("a", 0.0)
-            world.factory.refusals["a"] = refusal
-            await until(lambda: world.states()["a"] == "unloaded")
-            with pytest.raises(OverloadedError):
-                await world.use("a")
-            assert (world.pool.death() is not None) == ends
-        assert world.pool.death() == "The engine of a has died, and loading the model again fails: the device is gone"
 
 
 @pytest.mark.parametrize("asked", ["unload", "unload before", "keep alive 0 before", "keep alive 0 after"])

@@ -327,6 +327,11 @@ def wait_for_device() -> None:
     mx.synchronize()
 
 
+def compute_something() -> None:
+    """Adds two numbers on the device. Raises MLX's error if it cannot. MLX thread."""
+    mx.eval(mx.array(1.0) + mx.array(2.0))
+
+
 def release(last_references: list[object]) -> None:
     """Drops the last references to a model on the thread of its arrays' streams, and returns MLX's cached memory to the
     system. MLX thread."""
