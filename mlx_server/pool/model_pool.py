@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -192,7 +193,7 @@ class ModelPool:
         """Unloads a model when its open requests have ended; those still open after `drain_timeout_s` fail. A load in
         progress is cancelled. Does nothing if the model is not loaded."""
         model = self.find(name)
-        model.is_lost = False
+        model.is_lost, model.keep_alive_s = False, None
         if model.state is ModelState.LOADING:
             await self._give_up(model)
         elif model.state is ModelState.READY:
@@ -216,7 +217,8 @@ class ModelPool:
                 await self._unload(model)
 
     def retry_lost(self) -> None:
-        """Starts to load pinned models whose engines have died and that could not be loaded again at once."""
+        """Starts to load models that are to be kept, whose engines have died and that could not be loaded again at
+        once."""
         for model in self.models():
             is_down = model.state in (ModelState.UNLOADED, ModelState.FAILED)
             if model.is_lost and is_down and self._clock() >= model.retry_s:
@@ -371,8 +373,8 @@ class ModelPool:
             task.add_done_callback(self._unloads.discard)
 
     def _on_death(self, model: PooledModel) -> None:
-        """The engine of the model has died: it is unloaded, and loaded again at once if it is pinned, else for the next
-        request. The process must end if that would not help."""
+        """The engine of the model has died: it is unloaded, and loaded again at once if it is pinned or to be kept
+        forever, else for the next request. The process must end if that would not help."""
         assert model.engine is not None, "a model that dies has an engine"
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
         model.num_deaths += 1
@@ -382,7 +384,8 @@ class ModelPool:
             self._death = reason
             return
         logger.warning("%s The model is unloaded.", reason)
-        model.is_lost = model.is_ready and model.spec.is_pinned and model.keep_alive_s != 0
+        is_kept = (model.spec.is_pinned and model.keep_alive_s != 0) or model.keep_alive_s == math.inf
+        model.is_lost = model.is_ready and is_kept
         self._begin_unload(model, 0.0)
 
     def _count_death(self) -> int:

@@ -49,8 +49,8 @@ class PooledModel:
     it to load. While `is_yielding`, new requests wait, so that the model becomes idle and can make room for another.
     After `retry_s`, a load that failed with `failure` may be tried again. `num_deaths` counts engines that have died.
     While a model `is_lost`, its engine has died, and it should be loaded again without a request. `keep_alive_s` is the
-    idle time that a client asked for, until the model is unloaded: infinity is forever, None means what the
-    specification says.
+    idle time that a client asked for, until the model is unloaded: infinity is forever (also if an engine dies), None
+    means what the specification says.
     """
 
     spec: ModelSpec
@@ -143,7 +143,8 @@ class PooledModel:
     def _drop_engine(self) -> None:
         self.engine = None
         self.is_yielding = False
-        self.keep_alive_s = None
+        if not self.is_lost:
+            self.keep_alive_s = None
         if self.share is not None:
             self.share.release()
             self.share = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -468,6 +469,22 @@ async def test_a_model_that_nobody_pinned_is_loaded_again_only_for_a_request():
         assert world.pool.budget.held_bytes == 0
         await world.use("a")
         assert world.loaded() == {"a"}
+
+
+async def test_a_model_that_is_to_be_kept_forever_is_loaded_again_and_kept():
+    async with world_of("a", idle_ttl_s=10.0) as world:
+        await world.use("a")
+        world.pool.keep_alive("a", math.inf)
+        world.factory.made[0].die()
+        await until(lambda: len(world.factory.made) == 2 and world.loaded() == {"a"})
+        world.now_s += 1000.0
+        await world.pool.expire_idle()
+        assert world.loaded() == {"a"}
+        await world.pool.unload("a", 0.0)
+        await world.use("a")
+        world.now_s += 10.0
+        await world.pool.expire_idle()
+        assert world.loaded() == set()
 
 
 async def test_a_pinned_model_that_cannot_be_loaded_again_is_tried_until_it_can():
