@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, own_clock
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 
@@ -112,3 +116,42 @@ async def test_one_key_s_queue_is_bounded():
     held.release()
     await asyncio.gather(*tasks)
     (await later).release()
+
+
+# --- the clock ----------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_s_clock_counts_its_work_and_not_its_waits():
+    clock = own_clock()
+    before = clock()
+    time.sleep(0.05)
+    assert clock() - before < 0.05
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    assert clock() - before >= 0.05
+
+
+@pytest.mark.parametrize("status", [0, 14])
+def test_on_macos_the_kernel_is_asked_for_seconds_and_microseconds(monkeypatch: pytest.MonkeyPatch, status: int):
+    class Function:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def __call__(self, *arguments: Any) -> int:
+            return self.work(*arguments)
+
+    def thread_info(port: ctypes.c_uint32, flavor: int, words: Any, count: Any) -> int:
+        assert (port.value, flavor, count._obj.value) == (77, 3, 10)
+        words[0], words[1], words[2], words[3] = 5, 250_000, 2, 500_000
+        return status
+
+    library = SimpleNamespace(pthread_mach_thread_np=Function(lambda thread: 77), thread_info=Function(thread_info))
+    monkeypatch.delattr(time, "pthread_getcpuclockid", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    clock = own_clock()
+    if status:
+        with pytest.raises(OSError, match="thread_info failed with 14"):
+            clock()
+    else:
+        assert clock() == 7.75

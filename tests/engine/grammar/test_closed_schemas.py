@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from mlx_server.engine.grammar.schema import adapted_schema
+from mlx_server.engine.grammar.schema import adapted_schema, referenced
 from mlx_server.engine.grammar.spec import parse_structured
 from tests.constraint_worlds import accepts, is_whole, start
 
@@ -141,3 +141,22 @@ def test_a_tagged_union_must_have_its_tag() -> None:
     assert not accepts(start(json=schema), '{"pet":{"age"')
     tag_of_none = {"oneOf": [A, B], "discriminator": {"propertyName": "kind"}}
     assert adapted_schema(tag_of_none, is_closed=False) == {"anyOf": [A, B]}
+
+
+@pytest.mark.parametrize(
+    ("reference", "target"),
+    [
+        ("#", None),
+        ("#/anyOf/1/x", 2),
+        ("#/a~1b/~0", 3),
+        ("#/1", 4),
+        *(
+            (reference, "unknown")
+            for reference in ("#/anyOf/2", "#/anyOf/x", "#/anyOf/-1", "#/none", "#/1/0", "other.json#/1")
+        ),
+    ],
+)
+def test_references_are_followed_within_the_schema_alone(reference: str, target: Any):
+    schema = {"anyOf": [{}, {"x": 2}], "a/b": {"~": 3}, "1": 4}
+    wanted = schema if target is None else {"additionalProperties": True} if target == "unknown" else target
+    assert referenced(schema, reference) == wanted
