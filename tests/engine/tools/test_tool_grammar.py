@@ -255,6 +255,15 @@ def test_a_models_own_format_is_forced() -> None:
     assert first_text(None).startswith("<tool_call>")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", ['say "no"', "a<b & c", "back\\slash", "two\nlines"])
+def test_a_text_that_must_be_just_so_is_written_as_its_format_writes_it(name: str, value: str) -> None:
+    offered = tool("f", {"properties": {"a": {"type": "string", "enum": [value]}}, "required": ["a"]})
+    outputs = written(name, [offered], range(4), is_parallel=False)
+    assert outputs
+    assert all(calls == [("f", {"a": value})] for calls in outputs), outputs
+
+
 def test_a_call_behind_reasoning_stands_in_its_own_channel() -> None:
     """Models with channels write the answer's marker before an answer, but not before a call."""
     world, forced = WORLDS["harmony"], force("harmony", TOOLS[1:2])
