@@ -20,7 +20,14 @@ from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.observed import notify
 from mlx_server.engine.parts import GivenModels, Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, OverloadedError
+from mlx_server.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    OverloadedError,
+    ServeError,
+)
 from mlx_server.outputs import EngineStats
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.models.loader import LoadedModel, is_gpu
@@ -130,6 +137,28 @@ async def test_idle_blocks_are_counted_in_bytes_and_given_away() -> None:
         assert engine.idle_kv_bytes == idle_bytes - 2 * block_bytes
         assert engine.stats().num_blocks == 30
         assert await read(ask(engine, "a")) == 8
+
+
+async def test_an_output_that_cannot_be_read_ends_its_own_request_alone_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = RequestStream.put
+
+    def put(self: RequestStream, *arguments: Any) -> None:
+        if self.request.request_id == "b":
+            raise ValueError("no text")
+        plain(self, *arguments)
+
+    monkeypatch.setattr(RequestStream, "put", put)
+    async with engine_of() as engine:
+        await engine.start()
+        streams = [ask(engine, name) for name in "ab"]
+        assert await read(streams[0]) == 8
+        with pytest.raises(ServeError, match="The output cannot be turned into text: no text"):
+            await read(streams[1])
+        assert (engine.num_streams, engine.stats().num_running) == (0, 0)
+        (record,) = [record for record in caplog.records if record.exc_info]
+        assert record.getMessage() == "The output of b cannot be shown"
 
 
 async def test_a_model_that_cannot_be_loaded_leaves_a_dead_engine() -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,18 @@ def test_a_rank_that_stops_is_noticed_also_in_the_middle_of_a_message(begun: byt
     with pytest.raises(RankLostError, match="it has sent nothing for 1 s"):
         link.receive()
     noticed.set()
+    link.close()
+
+
+def test_a_rank_that_has_proved_itself_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_link, "_PROOF_S", 1)
+
+    def work(other: Link) -> None:
+        time.sleep(1.3)
+        other.send(Unload())
+
+    link = linked(work)
+    assert link.receive() == Unload()
     link.close()
 
 
