@@ -314,3 +314,9 @@ def test_a_notebook_loads_generates_chats_and_streams(
     printed = ["".join(o.get("text", "") for o in c.outputs if o.get("name") == "stdout") for c in notebook.cells]
     assert printed[2].split() == ["4"]
     assert sum(map(int, printed[3].split())) == 4
+
+
+def test_however_many_prompts_wait_and_however_long():
+    scheduler = AsyncLLM("random:mini").engine.config.scheduler
+    assert (scheduler.max_num_waiting, scheduler.max_queued_tokens) == (10**6, 10**9)
+    assert scheduler.queue_timeout_s == 0.0, "without end"

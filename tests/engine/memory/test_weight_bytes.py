@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_server.config import Config, ModelConfig
+from mlx_server.engine.memory import need
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.runtime.models import blueprint
 from mlx_server.runtime.models.loader import load
@@ -30,13 +31,13 @@ def test_weights_take_what_was_estimated(tmp_path: Path, kind: str) -> None:
         config = {**config, "quantization": {"group_size": 32, "bits": 4}}
     folder = save_model_folder(model, config, tmp_path / "m", byte_tokenizer())
     del model
-    need = estimate_need(Config(model=ModelConfig(model=str(folder))))
+    estimate = estimate_need(Config(model=ModelConfig(model=str(folder))))
     mx.clear_cache()
     before = active_bytes()
     loaded = load(str(folder))
-    assert need.weights_bytes == loaded.weight_bytes
+    assert estimate.weights_bytes == loaded.weight_bytes
     # Each array is rounded up to whole pages or more.
-    assert 0 <= active_bytes() - before - need.weights_bytes <= 0.1 * need.weights_bytes + 2**16
+    assert 0 <= active_bytes() - before - estimate.weights_bytes <= 0.1 * estimate.weights_bytes + 2**16
 
 
 @on_the_cpu
@@ -60,5 +61,8 @@ def test_of_bfloat16_weights_those_are_booked_whole_that_are_widened(
     settings = Config(model=ModelConfig(model=str(folder)))
     stored = sum(weight.size for weight in weights.values())
     assert 2 * stored < estimate_need(settings).weights_bytes == load(str(folder)).weight_bytes < 4 * stored
+    with monkeypatch.context() as gpu:
+        gpu.setattr(need, "is_gpu", lambda: True)
+        assert estimate_need(settings).weights_bytes == 2 * stored, "a GPU computes in bfloat16"
     monkeypatch.setattr(blueprint, "native_library", lambda: None)
     assert estimate_need(settings).weights_bytes == 4 * stored, "all are widened for MLX's products"

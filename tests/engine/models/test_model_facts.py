@@ -134,7 +134,7 @@ def test_the_text_part_s_values_count(tmp_path: Path) -> None:
         (
             {
                 "tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "a"}, '
-                '{"name": "default", "template": "b"}]}'
+                '{"name": "brief", "template": "c"}, {"name": "default", "template": "b"}]}'
             },
             "b",
         ),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_worlds import EOS, byte_fallback_backend, byte_level_backend, make_tokenizer, metaspace_backend, wrap
 from tokenizers import decoders
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from mlx_server.engine.text.detokenizer import IncrementalDetokenizer
 from mlx_server.engine.text.tokenizer import Tokenizer
@@ -134,6 +134,20 @@ def test_other_decoders_stream_through_a_window() -> None:
     pieces = stream(tokenizer, ids)
     assert pieces[:4] == ["the", " a", "b", "é"]
     assert "".join(pieces) == tokenizer.hf.decode(ids)
+
+
+def test_a_window_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a token of a long output would cost as much as all before it."""
+    lengths: list[int] = []
+    plain = Tokenizer.decode
+
+    def decode(self: Tokenizer, ids: Sequence[int], **options: bool) -> str:
+        lengths.append(len(ids))
+        return plain(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", decode)
+    stream(WINDOWED, [BYTE_IDS[byte] for byte in 200 * "aé🙂".encode() + 100 * b"\xf0"])
+    assert max(lengths) <= 16
 
 
 def test_without_a_decoder_tokens_are_joined_as_the_library_does() -> None:
@@ -304,3 +318,13 @@ def test_tokenizers_written_in_python() -> None:
     assert tokenizer.eos_token_ids == {1}
     assert "".join(stream(tokenizer, [*ids, 1])) == text
     assert not any("\ufffd" in piece for piece in stream(tokenizer, ids))
+
+
+def test_a_tokenizer_is_never_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_pretrained(folder: str, *, local_files_only: bool, trust_remote_code: bool) -> None:
+        assert (folder, local_files_only, trust_remote_code) == (str(tmp_path), True, False)
+        raise OSError("tokenizer.json is missing.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json is missing. Check that"):
+        Tokenizer.from_folder(tmp_path)

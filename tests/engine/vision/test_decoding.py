@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, decode
+from mlx_server.engine.vision import decoding
+from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, decode, read_base64
 from tests.picture_worlds import encoded, picture
 
 
@@ -104,3 +105,10 @@ def test_odd_proportions_stay_within_the_pixels(size: tuple[int, int]):
 def test_what_is_no_image_is_reported_with_what_is_read(data: bytes):
     with pytest.raises(UnreadableImageError, match=r"cannot be decoded .* PNG, JPEG, WEBP, GIF are supported"):
         decode(data)
+
+
+def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoding, "MAX_BYTES", 3000)
+    assert read_base64("A" * 8096) == bytes(6072)
+    with pytest.raises(UnreadableImageError, match="has 8,100 characters of base64; a file may have 3,000 bytes"):
+        read_base64("A" * 8100)

@@ -85,3 +85,16 @@ def test_images_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("messages", [[5], [{"role": "user"}], [{"content": "a"}], [{"content": [5, None, {}]}]])
 def test_what_is_no_message_is_left_for_its_reader(messages: list[Any]):
     assert ImageParts().mark_messages(messages) == messages
+
+
+def test_a_text_is_split_without_the_line_breaks_that_joined_parts():
+    image, words = {"type": "image", "image": URL}, {"type": "text", "text": "a"}
+    alone, between = ImageParts(), ImageParts()
+    alone.mark_messages([{"role": "user", "content": [image]}])
+    between.mark_messages([{"role": "user", "content": [words, image, words]}])
+    assert alone.split(f"a\n{alone.mark(0)}\nb") == [
+        {"type": "text", "text": "a\n"},
+        {"type": "image"},
+        {"type": "text", "text": "\nb"},
+    ]
+    assert between.split(f"a\n{between.mark(0)}\nb") == [words, {"type": "image"}, {"type": "text", "text": "b"}]
