@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mlx_server import LLM, AsyncLLM, SamplingParams
-from mlx_server.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from tests.embedders import save_embedder
 from tests.engine_worlds import greedy, make_folder, make_llm
 from tests.homes import with_kernels
@@ -320,3 +320,27 @@ def test_however_many_prompts_wait_and_however_long():
     scheduler = AsyncLLM("random:mini").engine.config.scheduler
     assert (scheduler.max_num_waiting, scheduler.max_queued_tokens) == (10**6, 10**9)
     assert scheduler.queue_timeout_s == 0.0, "without end"
+
+
+async def test_one_that_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
+    llm = AsyncLLM(str(tmp_path / "nothing"))
+    with pytest.raises(ModelLoadError):
+        async with llm:
+            pass
+    with pytest.raises(EngineDeadError, match="has stopped"):
+        llm._thread.call(lambda: None).result()
+
+
+def test_it_is_closed_when_the_main_thread_drops_it() -> None:
+    before = set(threading.enumerate())
+    llm = make_llm("llama")
+    started = set(threading.enumerate()) - before
+    del llm
+    gc.collect()
+    assert started
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_the_first_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^alpha is no option of LLM or AsyncLLM$"):
+        AsyncLLM(zeta=1, alpha=2)  # type: ignore[call-arg]

@@ -533,3 +533,9 @@ async def test_whoever_waits_for_memory_ranked_lowest_of_all(tiers):
             assert victims == sorted(could_wait, key=lambda r: (r.priority, r.arrival_s))[-1:]
         assert [model.world.scheduler.num_running for model in models] == [min(1, len(p)) for p in tiers]
         scene.sample(500)
+
+
+def test_nothing_is_free_where_more_is_used_than_there_is():
+    budget = MemoryBudget(800 * MIB, 100 * MIB, lambda: reading(available=40))
+    assert budget.free_bytes == 0
+    assert budget.missing_bytes(need(10)) == 10 * MIB

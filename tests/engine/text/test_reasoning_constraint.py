@@ -161,3 +161,13 @@ def test_an_answer_that_cannot_be_forked_is_none() -> None:
 
     answer: Any = Alone()
     assert ReasoningConstraint(WORLD, THINK, WORLD.vocab_size, is_open=True, answer=answer).fork() is None
+
+
+def test_a_marker_of_several_tokens_begins_with_its_first() -> None:
+    markers = ReasoningMarkers("<think>\n", "</think>")
+    constraint = ReasoningConstraint(WORLD, markers, WORLD.vocab_size, is_open=False, answer=start(choice=["the"]))
+    assert MODEL.allowed_ids(constraint) == {THINK_ID, *ids_of("the")}
+    assert accepts(constraint, "<think>")
+    assert MODEL.allowed_ids(constraint) == set(ids_of("\n"))
+    assert constraint.forced_tokens() == ids_of("\n")
+    assert accepts(constraint, "free</think>the")

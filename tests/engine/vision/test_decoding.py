@@ -112,3 +112,10 @@ def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
     assert read_base64("A" * 8096) == bytes(6072)
     with pytest.raises(UnreadableImageError, match="has 8,100 characters of base64; a file may have 3,000 bytes"):
         read_base64("A" * 8100)
+
+
+@pytest.mark.parametrize("source", ["data:image/png;base64", "data:image/png,AAAA", "data:AAAA", "DATA:;base32,AAAA"])
+def test_a_data_url_is_of_base64(source: str):
+    with pytest.raises(UnreadableImageError, match="is a data URL without base64"):
+        read_base64(source)
+    assert read_base64("Data:image/png;BASE64,AAAA") == bytes(3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_server.engine.vision import seeing
-from mlx_server.engine.vision.decoding import decode
+from mlx_server.engine.vision.decoding import UnreadableImageError, decode
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
 from mlx_server.errors import ModelLoadError
 from tests.picture_worlds import FOLDERS, GEMMA, PIXTRAL, QWEN, SMOLVLM, VisionFolder, encoded, picture
@@ -188,3 +188,15 @@ def test_an_image_token_that_is_none_is_reported(tmp_path: Path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN.processor))
     with pytest.raises(ModelLoadError, match="image_token_id is 99999"):
         SeeingModel.load(tmp_path, {**QWEN.config, "image_token_id": 99999}, tokenizer)
+
+
+def test_an_image_that_a_processor_cannot_take_is_refused_with_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise ZeroDivisionError("no columns")
+
+    model = load(QWEN, tmp_path)
+    monkeypatch.setattr(type(model.processor), "__call__", fail)
+    with pytest.raises(UnreadableImageError, match=r"cannot be prepared for qwen2_5_vl \(56 x 84 pixels\): no columns"):
+        model.prepare(encoded(picture(size=(56, 84))))
