@@ -98,3 +98,12 @@ def test_a_text_is_split_without_the_line_breaks_that_joined_parts():
         {"type": "text", "text": "\nb"},
     ]
     assert between.split(f"a\n{between.mark(0)}\nb") == [words, {"type": "image"}, {"type": "text", "text": "b"}]
+
+
+def test_words_that_would_be_images_are_hidden_wherever_they_stand():
+    found, words = ImageParts(), ["<i>", "<j>"]
+    hidden = found.hide({"a": ["x <i> y<j>", 5, None, {"b": "<j>"}]}, words)
+    assert not any(word in str(hidden) for word in words)
+    assert hidden["a"][1:3] == [5, None]
+    assert found.pieces(hidden["a"][0], words) == ["x <", "i> y<", "j>"]
+    assert found.pieces(hidden["a"][3]["b"], words) == ["<", "j>"]
