@@ -262,3 +262,11 @@ def test_files_that_are_broken_are_named(tmp_path: Path):
     (tiny.folder / "modules.json").write_text(json.dumps({"idx": 0}))
     with pytest.raises(ModelLoadError, match=r"Cannot read .*modules.json"):
         open_llm(tiny.folder)
+
+
+def test_texts_are_paired_with_one_or_with_as_many():
+    assert pair_up(["a"], ["b", "c"], ("text_1", "text_2")) == [("a", "b"), ("a", "c")]
+    assert pair_up(["a", "b"], ["c", "d"], ("text_1", "text_2")) == [("a", "c"), ("b", "d")]
+    with pytest.raises(InvalidRequestError, match=r"^text_1 has 2 texts and text_2 1: send one for all") as caught:
+        pair_up(["a", "b"], ["c"], ("text_1", "text_2"))
+    assert caught.value.param == "text_1"

@@ -161,6 +161,26 @@ async def test_an_output_that_cannot_be_read_ends_its_own_request_alone_and_is_l
         assert record.getMessage() == "The output of b cannot be shown"
 
 
+async def test_a_prompt_counts_once_however_many_answers_it_gets() -> None:
+    async with engine_of() as engine:
+        await engine.start()
+        streams = [
+            engine.submit(
+                GenerationRequest(
+                    request_id=str(index),
+                    prompt_token_ids=[1, 2, 3],
+                    sampling=greedy(2),
+                    sample_index=index,
+                    num_samples=3,
+                )
+            )
+            for index in range(3)
+        ]
+        assert await asyncio.gather(*map(read, streams)) == [2, 2, 2]
+        asked = engine.metrics.by_name["request_params_n"]
+        assert (asked.count, asked.total) == (1, 3.0)
+
+
 async def test_a_model_that_cannot_be_loaded_leaves_a_dead_engine() -> None:
     thread = MLXThread()
     engine = AsyncEngine(replace(CONFIG, model=ModelConfig(model="/nowhere/at/all")), Surroundings(thread))
