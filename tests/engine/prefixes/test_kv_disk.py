@@ -339,6 +339,22 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
     run(world)
 
 
+def test_a_request_goes_on_as_soon_as_its_prefix_is_read(tmp_path, monkeypatch):
+    """And not when the loop would look for late reads."""
+    folder = make_folder(tmp_path / "model")
+    (prompt,) = random_prompts([NUM_TOKENS])
+
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk") as engine:
+            await answer(engine, prompt)
+        monkeypatch.setattr(DiskTier, "rest_s", lambda self, now, is_idle: 3600.0)
+        async with serving(folder, tmp_path / "disk") as engine:
+            _, last = await asyncio.wait_for(answer(engine, prompt), 60)
+            assert last.num_cached_tokens == engine.stats().num_prompt_tokens_from_disk > 0
+
+    run(world)
+
+
 def test_settings_that_keep_nothing_are_named(tmp_path, caplog, monkeypatch):
     folder, disk = make_folder(tmp_path / "model"), tmp_path / "disk"
     (prompt,) = random_prompts([NUM_TOKENS])
