@@ -43,7 +43,7 @@ class Server:
 @contextlib.asynccontextmanager
 async def server(folder: Path, drain_timeout_s: float) -> AsyncIterator[Server]:
     models = "".join(
-        f'[[models]]\nid = "{name}"\nmodel = "{make_folder(folder / name, architecture)}"\n'
+        f'[[models]]\nid = "{name}"\nmodel = "{make_folder(folder / name, architecture)}"\npinned = true\n'
         for name, architecture in MODELS.items()
     )
     config = folder / "config.toml"
@@ -117,6 +117,9 @@ async def test_a_signal_during_sixteen_streams(tmp_path: Path, drain_timeout_s: 
         assert "are aborted after 0.2 s" in errors
     assert code == 0
     assert "Traceback" not in errors
+    frozen, left = re.findall(r"^frozen: (\d+), left: (\d+)$", errors, re.MULTILINE)[0]
+    assert int(frozen) > 50_000, "imported objects are not collected"
+    assert int(left) < 2**16, "models are"
     assert is_free(running.port)
 
 
