@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,20 @@ def build_blank(config: Mapping[str, Any], dtype: mx.Dtype, *, sees: bool = Fals
 
 def predict_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
     """The caches that the model of `config` will have with weights of type `dtype`, one of `DTYPES`, not allocated. Any
-    thread. Raises `ModelLoadError` if the configuration shows that the model cannot be served."""
-    return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
+    thread. Raises `ModelLoadError` if the configuration shows that the model cannot be served.
+
+    MLX keeps compiled functions for each thread until it ends. A worker thread may end together with Python, and then
+    the process aborts (mlx#4110). So this runs in a thread of its own, which clears them while Python is there.
+    """
+
+    def cache() -> PagedKVCache:
+        try:
+            return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
+        finally:
+            mx.clear_streams()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="blueprint") as thread:
+        return thread.submit(cache).result()
 
 
 def bfloat16_shapes(config: Mapping[str, Any], *, sees: bool = False) -> list[tuple[int, ...]]:

@@ -1,0 +1,37 @@
+"""Models described before they are loaded, which happens on any thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+ENDS_AT_ONCE = """
+import threading, time
+import mlx.core as mx
+from mlx_server.runtime.models import blueprint
+
+class SlowToEnd:
+    def __del__(self):
+        time.sleep(0.2)
+
+slow = SlowToEnd()
+plus_one = mx.compile(lambda x: {"sum": x + 1})
+discover = blueprint.discover_layers
+
+def discover_much(model):
+    for size in range(1, 3000):  # what compiled functions leave takes some milliseconds to free
+        plus_one(mx.zeros((size,)))
+    return discover(model)
+
+blueprint.discover_layers = discover_much
+config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32,
+          "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 32}
+thread = threading.Thread(target=lambda: blueprint.predict_cache(config, "float32"))
+thread.start()
+thread.join()
+"""
+
+
+def test_a_process_may_end_right_after_a_worker_thread_has_described_a_model() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
