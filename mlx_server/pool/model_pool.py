@@ -184,7 +184,7 @@ class ModelPool:
         """Loads a model, even if a load of it has just failed. Raises like `acquire`."""
         model = self.find(name)
         self._check_alive()
-        if model.state is ModelState.FAILED:
+        if model.failure is not None:
             model.retry_s = 0.0
         (await self.acquire(model.name)).end()
         return model
@@ -373,8 +373,8 @@ class ModelPool:
             task.add_done_callback(self._unloads.discard)
 
     def _on_death(self, model: PooledModel) -> None:
-        """The engine of the model has died: it is unloaded, and loaded again at once if it is pinned or to be kept
-        forever, else for the next request. The process must end if that would not help."""
+        """The engine of the model has died: it is unloaded, and loaded again without a request if it is pinned or to be
+        kept forever, else for the next request. The process must end if that would not help."""
         assert model.engine is not None, "a model that dies has an engine"
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
         model.num_deaths += 1
@@ -386,7 +386,15 @@ class ModelPool:
         logger.warning("%s The model is unloaded.", reason)
         is_kept = (model.spec.is_pinned and model.keep_alive_s != 0) or model.keep_alive_s == math.inf
         model.is_lost = model.is_ready and is_kept
+        self._pause_loads(model, reason)
         self._begin_unload(model, 0.0)
+
+    def _pause_loads(self, model: PooledModel, reason: str) -> None:
+        """A model that dies again and again is not loaded again and again beside the streams of others."""
+        now, pause_s = self._clock(), self._settings.retry_failed_s
+        if now - model.died_s < pause_s and self._others_work(model):
+            model.failure, model.retry_s = EngineDeadError(reason), now + pause_s
+        model.died_s = now
 
     def _count_death(self) -> int:
         """How many engines have died since a request was answered, this one included."""
@@ -407,7 +415,7 @@ class ModelPool:
         finally:
             model.become_unloaded()
             logger.info("%s is unloaded", model.name)
-            if model.is_lost and not self._is_stopping:
+            if model.is_lost and not self._is_stopping and self._clock() >= model.retry_s:
                 self._load_task(model)
                 with contextlib.suppress(InsufficientMemoryError):  # at once, before another load can take the room
                     model.share = None if model.need is None else self.budget.take(model.name, model.need)
@@ -428,7 +436,7 @@ class ModelPool:
         reason = failure.message if isinstance(failure, ServeError) else "the server's log has the reason."
         retry_s = max(0.0, model.retry_s - self._clock())
         return OverloadedError(
-            f"The model `{model.name}` could not be loaded: {reason} It may be tried again in {retry_s:.0f} s.", retry_s
+            f"The model `{model.name}` is not loaded: {reason} It may be tried again in {retry_s:.0f} s.", retry_s
         )
 
 

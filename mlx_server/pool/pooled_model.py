@@ -47,10 +47,10 @@ class PooledModel:
     `need` is the last estimate of the memory that it needs, `share` what is booked for it while it has an engine.
     `past` is the engine of an earlier load, for its counts. `num_users` counts requests that use the engine or wait for
     it to load. While `is_yielding`, new requests wait, so that the model becomes idle and can make room for another.
-    After `retry_s`, a load that failed with `failure` may be tried again. `num_deaths` counts engines that have died.
-    While a model `is_lost`, its engine has died, and it should be loaded again without a request. `keep_alive_s` is the
-    idle time that a client asked for, until the model is unloaded: infinity is forever (also if an engine dies), None
-    means what the specification says.
+    After `retry_s`, a model that is not loaded because of `failure` may be loaded again. `num_deaths` counts engines
+    that have died, the last one at `died_s`. While a model `is_lost`, its engine has died, and it should be loaded
+    again without a request. `keep_alive_s` is the idle time that a client asked for, until the model is unloaded:
+    infinity is forever (also if an engine dies), None means what the specification says.
     """
 
     spec: ModelSpec
@@ -65,6 +65,7 @@ class PooledModel:
     loads: Counter[LoadResult] = field(default_factory=lambda: Counter(dict.fromkeys(LoadResult, 0)))
     ready_s: float = 0.0
     num_deaths: int = 0
+    died_s: float = -math.inf
     last_used_s: float = 0.0
     load_progress: float = 0.0
     is_yielding: bool = False

@@ -273,7 +273,7 @@ async def test_a_broken_model_is_distinguished_and_served_once_it_is_repaired(
     before = held_bytes()
     for response in (await world.complete("broken", PROMPTS[0]), await world.complete("broken", PROMPTS[0])):
         assert response.status_code == 503
-        assert "could not be loaded" in response.json()["error"]["message"]
+        assert "is not loaded: " in response.json()["error"]["message"]
         assert response.headers["retry-after"] == "30"
     anthropic = await world.http.post(
         "/v1/messages", json={"model": "broken", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}

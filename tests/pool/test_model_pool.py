@@ -357,7 +357,7 @@ async def test_a_failure_is_remembered_for_a_while_and_harms_no_other_model(capl
         waiting = [asyncio.create_task(world.pool.acquire("a")) for _ in range(3)]
         for refusal in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(refusal, OverloadedError)
-            assert refusal.message.startswith("The model `a` could not be loaded: The weights are broken.")
+            assert refusal.message.startswith("The model `a` is not loaded: The weights are broken.")
             assert refusal.retry_after_s == 30.0
         assert world.states()["a"] == "failed"
         assert str(world.pool.find("a").failure) == "The weights are broken."
@@ -425,10 +425,47 @@ async def test_a_model_that_dies_again_and_again_does_not_end_the_streams_of_oth
                 await world.use("a")
                 world.factory.made[-1].die()
                 assert world.pool.death() is None
+                world.now_s += 30.0
             b.num_streams = 0
         await world.use("a")
         world.factory.made[-1].die()
         assert world.pool.death() is not None
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+async def test_a_model_that_dies_again_and_again_is_loaded_after_a_pause_beside_streams_of_others(is_pinned: bool):
+    async with world_of(entries=pinned_and("b")) if is_pinned else world_of("a", "b") as world:
+
+        async def dies() -> None:
+            with await world.pool.acquire("a") as a:
+                a.die()
+            await until(lambda: world.states()["a"] != "draining")
+
+        with await world.pool.acquire("b") as b:
+            b.num_streams = 1
+            await dies()
+            world.now_s += 29.0
+            await dies()
+            for waited_s in (0.0, 29.0):
+                world.now_s += waited_s
+                world.pool.retry_lost()
+                with pytest.raises(OverloadedError) as refused:
+                    await world.pool.acquire("a")
+                assert str(refused.value) == (
+                    "The model `a` is not loaded: The engine of a has died: bad luck. "
+                    f"It may be tried again in {30 - waited_s:.0f} s."
+                )
+                assert refused.value.retry_after_s == 30.0 - waited_s
+            world.now_s += 1.0
+            world.pool.retry_lost()
+            assert world.states()["a"] == ("loading" if is_pinned else "unloaded")
+            await dies()
+            assert world.pool.find("a").failure is None, "the last death was long ago"
+            await dies()
+            await world.pool.load("a")
+            b.num_streams = 0
+            await dies()
+            assert world.pool.find("a").failure is None, "nobody else is streaming"
 
 
 async def test_a_death_on_a_broken_device_ends_everything():
