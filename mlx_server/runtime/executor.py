@@ -56,19 +56,26 @@ class _Worker(Protocol):
         """Fails all waiting work: the thread has ended."""
         ...
 
+    def distrust(self, error: BaseException) -> None:
+        """Fails what the device has not finished."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Call(Generic[T]):
     function: Callable[[], T]
     future: Future[T]
 
-    def run(self) -> None:
+    def run(self) -> BaseException | None:
+        """The error of the function, if any."""
         if not self.future.set_running_or_notify_cancel():
-            return
+            return None
         try:
             self.future.set_result(self.function())
         except BaseException as error:  # the caller handles every kind
             self.future.set_exception(error)
+            return error
+        return None
 
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -91,12 +98,15 @@ class _Calls:
 
     def advance(self) -> None:
         start_s = self._thread.clock()
-        self._waiting.popleft().run()
+        self._thread.judge(self._waiting.popleft().run())
         self._thread.charge(self, self._thread.clock() - start_s)
 
     def abandon(self, error: BaseException) -> None:
         while self._waiting:
             self._waiting.popleft().fail(error)
+
+    def distrust(self, error: BaseException) -> None:
+        """Waiting calls have not begun."""
 
 
 class MLXThread:
@@ -169,6 +179,16 @@ class MLXThread:
         with self._condition:
             self._workers.charge(worker, seconds)
 
+    def judge(self, error: BaseException | None) -> None:
+        """Call with what a step or call has raised. An error of the device fails all launched steps: MLX tells it once,
+        to whoever asks first, and a step that has failed would count as right if that was another. MLX thread."""
+        message = _device_message(error)
+        if message is not None:
+            with self._condition:
+                workers = list(self._workers)
+            for worker in workers:
+                worker.distrust(RuntimeError(message))  # `error` refers to the model that met it
+
     def notify(self) -> None:
         """The device has finished a step."""
         with self._condition:
@@ -221,6 +241,14 @@ class MLXThread:
                 if self._is_stopping and self.device.is_empty:
                     return None
                 self._condition.wait()
+
+
+def _device_message(error: BaseException | None) -> str | None:
+    """MLX's message for a failed command buffer, if `error` is it or was raised from it."""
+    if error is None:
+        return None
+    message = str(error)
+    return message if message.startswith("[METAL]") else _device_message(error.__cause__ or error.__context__)
 
 
 def _stopped() -> EngineDeadError:
@@ -303,6 +331,11 @@ class MLXExecutor:
         for submission in (*self._failed, *launched, *self._submissions):
             _settle(submission, error)
 
+    def distrust(self, error: BaseException) -> None:
+        """The next launched step to be settled fails, and with it the model."""
+        if self._launched:
+            self._first_error(error)
+
     def _launch(self, submission: _Submission) -> None:
         step = submission.step
         started_s = self._thread.clock()
@@ -339,12 +372,18 @@ class MLXExecutor:
         self._fail(error, self._launched.popleft().submission)
 
     def _fail(self, error: BaseException, submission: _Submission) -> None:
+        error = self._first_error(error)
+        self._failed.append(submission)
+        while self._failed and not self._launched:
+            _settle(self._failed.popleft(), error)
+
+    def _first_error(self, error: BaseException) -> BaseException:
+        """The model's first error, which all its steps get; it is `error` if there was none before."""
         if self._error is None:
             logger.error("A step failed: %s", error, exc_info=error)
             self._error = error
-        self._failed.append(submission)
-        while self._failed and not self._launched:
-            _settle(self._failed.popleft(), self._error)
+            self._thread.judge(error)
+        return self._error
 
 
 def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from mlx_server.errors import EngineDeadError
+from mlx_server.errors import EngineDeadError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime import device_queue, executor
 from mlx_server.runtime.device_queue import FairShare
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from tests.virtual_threads import VirtualThreads
+
+LATE_ERROR = "[METAL] Command buffer execution failed: Insufficient Memory."
 
 
 class TimedRunner:
@@ -32,12 +34,16 @@ class TimedRunner:
         self._bench.log.append(self._name)
         if step.step_id == 99:
             raise RuntimeError("no memory")
+        if step.step_id == 97:
+            raise RuntimeError(LATE_ERROR)
         return step.step_id, self._bench.compute(self._step_s)
 
     def wait(self, launched: tuple[int, float]) -> None:
         self._bench.threads.sleep_until(launched[1])
         if launched[0] == 98:
             raise RuntimeError("the device has lost it")
+        if launched[0] == 96:
+            raise RuntimeError(LATE_ERROR)
 
     def fetch(self, launched: tuple[int, float]) -> ModelRunnerOutput:
         self._bench.log.append(f"{self._name} done")
@@ -202,6 +208,41 @@ def test_a_failed_step_of_one_model_fails_no_other(
     assert str(bad) == message
     assert [result.step_id for result in good] == [0, 1, 2]
     assert f"A step failed: {message}" in caplog.text
+
+
+@pytest.mark.parametrize("heard", ["by a launch", "by a wait", "by a call", "by a load"])
+def test_an_error_of_the_device_fails_all_launched_steps(heard: str, bench: Bench):
+    """Whoever hears of it: nobody else will."""
+    a, b = (bench.executor(name, 1.0) for name in "ab")
+
+    def call() -> None:
+        raise RuntimeError(LATE_ERROR)
+
+    def load() -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise ModelLoadError("The model cannot be loaded.") from error
+
+    async def soon(work: Callable[[], None]) -> None:
+        await asyncio.sleep(0.5)
+        await asyncio.wrap_future(bench.thread.call(work))
+
+    def submit_all() -> list[asyncio.Future[Any]]:
+        launched = submit(a, 1)
+        if heard in ("by a launch", "by a wait"):
+            return [*launched, b.submit(SchedulerOutput(97 if heard == "by a launch" else 96, ())), *submit(a, 1)]
+        work = call if heard == "by a call" else load
+        return [*launched, asyncio.ensure_future(soon(work)), *submit(a, 1)]
+
+    results = bench.run(submit_all)
+    if heard == "by a wait":
+        assert results[0] == ModelRunnerOutput(0, {}, step_time_s=1.0, launch_time_s=0.0), "it was over before"
+    else:
+        assert str(results[0]) == LATE_ERROR
+    assert str(results[1]) == ("The model cannot be loaded." if heard == "by a load" else LATE_ERROR)
+    assert str(results[2]) == LATE_ERROR
+    assert results[2] is not results[1]
 
 
 def test_nobody_holds_a_model_whose_steps_are_over(bench: Bench):
