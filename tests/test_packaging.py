@@ -268,6 +268,7 @@ def test_the_formula_has_what_brew_wants_in_its_order() -> None:
     assert len(places) == len(order)
     assert places == sorted(places)
     assert "virtualenv_install_with_resources" in FORMULA
+    assert "    keep_alive successful_exit: false\n    process_type :interactive\n" in FORMULA  # as `service install`
     assert all(len(line) <= 118 for line in FORMULA.splitlines() if not line.startswith("  url "))  # as rubocop does
     assert not re.search(r"[ \t]$|\t|/Users/|/home/|/opt/", FORMULA, re.MULTILINE)
 

@@ -121,7 +121,7 @@ class _Server:
     def __init__(self, config: Config, listeners: Sequence[socket.socket]) -> None:
         self._config = config
         self._settings = config.server
-        self._gate = ConnectionGate(config.server.max_connections or room_for_connections())
+        self._gate = ConnectionGate(room_for_connections(config.server.max_connections))
         self._listeners: list[socket.socket] = [GuardedListener(listener, self._gate) for listener in listeners]
         self._entrance = _Entrance()
         self._stop_asked = asyncio.Event()

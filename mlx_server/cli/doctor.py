@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import platform
 import shlex
-import socket
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -15,13 +14,14 @@ from pathlib import Path
 import psutil
 
 from mlx_server.api.auth.keys import KeyRing
+from mlx_server.api.http.listener import listen
 from mlx_server.bench.arguments import above_0
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import size
 from mlx_server.config import Config, MemoryConfig, ServerConfig
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.models.store import stored_models
-from mlx_server.errors import ConfigError
+from mlx_server.errors import ConfigError, ServeError
 from mlx_server.runtime.attention.backends import available_backends
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
 from mlx_server.runtime.layers.cpu import describe_native
@@ -134,12 +134,11 @@ def _attention() -> list[str]:
 
 
 def _port(server: ServerConfig) -> str:
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        with socket.create_server((server.host, server.port), family=family):
-            return f"{server.host}:{server.port} is free"
-    except OSError as error:
-        return f"{server.host}:{server.port} cannot be listened on: {error.strerror}"
+        listen(server).close()
+    except ServeError as error:
+        return str(error)
+    return f"{server.host}:{server.port} is free"
 
 
 def _models() -> list[str]:

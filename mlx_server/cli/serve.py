@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import plistlib
+import re
 import subprocess
 import sys
 import time
@@ -162,7 +163,7 @@ def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path)
     log = str(log_folder / "mlx-serve.log")
     return {
         "Label": LABEL,
-        "ProgramArguments": [sys.executable, "-P", "-m", "mlx_server", "serve", *serve_options],
+        "ProgramArguments": [_lasting_python(), "-P", "-m", "mlx_server", "serve", *serve_options],
         "EnvironmentVariables": _environment(),
         "WorkingDirectory": os.getcwd(),  # relative paths keep their meaning
         "RunAtLoad": True,
@@ -175,6 +176,18 @@ def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path)
         "StandardOutPath": log,
         "StandardErrorPath": log,
     }
+
+
+def _lasting_python() -> str:
+    """This interpreter, at a path that stays when the package is upgraded. Raises `ServeError` for one in uv's cache,
+    where `uvx` puts it and from where it may be deleted at any time."""
+    if re.search(r"/(archive|environments)-v\d+/", sys.executable):
+        raise ServeError(
+            f"{sys.executable} is in uv's cache, and the service would end when that is emptied. Install the command "
+            "with `uv tool install .` in the checkout, and let that install the service."
+        )
+    lasting = re.sub(r"/Cellar/([^/]+)/[^/]+/", r"/opt/\1/", sys.executable)  # Homebrew's link to the version in use
+    return lasting if os.path.exists(lasting) else sys.executable
 
 
 def _environment() -> dict[str, str]:

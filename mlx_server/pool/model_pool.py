@@ -167,7 +167,7 @@ class ModelPool:
                 await self._changes.wait()
                 continue
             if model.failure is not None and self._clock() < model.retry_s:
-                raise self._refusal(model, model.failure)
+                raise model.refusal(model.failure, self._clock())
             # Counted while it waits, so that the model is not unloaded for the next one before this request has used
             # it.
             lease = Lease(model, self._on_used)
@@ -275,7 +275,7 @@ class ModelPool:
         await asyncio.wait((task,))
         failure = task.result()
         if failure is not None:
-            raise self._refusal(model, failure)
+            raise model.refusal(failure, self._clock())
 
     def _load_task(self, model: PooledModel) -> asyncio.Task[Exception | None]:
         """The load of the model, which is started if there is none."""
@@ -426,18 +426,6 @@ class ModelPool:
             await asyncio.sleep(_SWEEP_S)
             self.retry_lost()
             await self.expire_idle()
-
-    def _refusal(self, model: PooledModel, failure: Exception) -> ServeError:
-        """The error for requests when a load has failed; a new one for each request."""
-        if isinstance(failure, InsufficientMemoryError):
-            return InsufficientMemoryError(failure.message)
-        if isinstance(failure, OverloadedError):
-            return OverloadedError(failure.message, failure.retry_after_s)
-        reason = failure.message if isinstance(failure, ServeError) else "the server's log has the reason."
-        retry_s = max(0.0, model.retry_s - self._clock())
-        return OverloadedError(
-            f"The model `{model.name}` is not loaded: {reason} It may be tried again in {retry_s:.0f} s.", retry_s
-        )
 
 
 def build_pool(config: Config) -> ModelPool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.engine.memory.need import MemoryNeed
+from mlx_server.errors import InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.catalog import ModelSpec
 
 
@@ -108,6 +109,18 @@ class PooledModel:
     @property
     def held_bytes(self) -> int:
         return 0 if self.share is None else self.share.need.total_bytes
+
+    def refusal(self, failure: Exception, now: float) -> ServeError:
+        """The error for requests while the model is not loaded because of `failure`; a new one for each request."""
+        if isinstance(failure, InsufficientMemoryError):
+            return InsufficientMemoryError(failure.message)
+        if isinstance(failure, OverloadedError):
+            return OverloadedError(failure.message, failure.retry_after_s)
+        reason = failure.message if isinstance(failure, ServeError) else "the server's log has the reason."
+        retry_s = max(0.0, self.retry_s - now)
+        return OverloadedError(
+            f"The model `{self.name}` is not loaded: {reason} It may be tried again in {retry_s:.0f} s.", retry_s
+        )
 
     def begin_load(self) -> None:
         self._move((ModelState.UNLOADED, ModelState.FAILED), ModelState.LOADING)

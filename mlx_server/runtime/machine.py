@@ -13,6 +13,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_server.environment import raise_file_limit
+
 METAL = "Metal GPU"
 _SIZE = 512
 
@@ -130,14 +132,16 @@ _set_limit = resource.setrlimit
 
 
 def _set_limit_for_others(kind: int, limits: tuple[int, int], /) -> None:
-    if sys._getframe(1).f_globals.get("__name__") != "mlx_lm.utils":
+    if sys._getframe(1).f_globals.get("__name__") == "mlx_lm.utils":
+        raise_file_limit(limits[0])
+    else:
         _set_limit(kind, limits)
 
 
 def keep_file_limit() -> None:
-    """Makes `setrlimit` do nothing when mlx-lm calls it; call this before mlx-lm is imported.
+    """Makes `setrlimit` lower nothing when mlx-lm calls it; call this before mlx-lm is imported.
 
-    mlx-lm's import lowers the limit of open files to 2,048 and the hard limit to 4,096 permanently, for its conversion
-    of models, which is not used here. If the hard limit is already lower, the import would fail.
+    mlx-lm's import sets the limit of open files to 2,048 and the hard limit to 4,096 permanently, so that a model may
+    have many files (macOS allows 256). If the hard limit is already lower, the import would fail.
     """
     resource.setrlimit = _set_limit_for_others

@@ -23,7 +23,8 @@ class MlxServe < Formula
 
   service do
     run [opt_bin/"mlx-serve", "serve"]
-    keep_alive crashed: true
+    keep_alive successful_exit: false
+    process_type :interactive
     log_path var/"log/mlx-serve.log"
     error_log_path var/"log/mlx-serve.log"
   end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import types
@@ -12,11 +13,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_server import config
+from mlx_server.api.http import listener
 from mlx_server.api.http.listener import listen_all
 from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group, main, run
 from mlx_server.config import Config, ServerConfig, load_config, settings
-from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
+from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError, ServeError
 from tests.homes import with_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +191,26 @@ def test_one_port_for_two_protocols_is_refused():
         listen_all(ServerConfig(port=18777, ollama_port=18777))
 
 
+@pytest.mark.parametrize(("held", "asked"), [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1"), ("::1", "::")])
+def test_an_occupied_port_is_noticed_where_the_system_gives_it_twice(held, asked, monkeypatch):
+    """As macOS does for another address of the port, with SO_REUSEADDR."""
+
+    class Generous(socket.socket):
+        def bind(self, address):
+            with contextlib.suppress(OSError):
+                super().bind(address)
+
+    monkeypatch.setattr(listener, "is_mac", lambda: True)
+    monkeypatch.setattr(listener.socket, "socket", Generous)
+    family = socket.AF_INET6 if ":" in held else socket.AF_INET
+    with socket.create_server((held, 0), family=family) as holder:
+        server = ServerConfig(host=asked, port=holder.getsockname()[1])
+        with pytest.raises(ServeError, match=r"Address already in use\. Stop what listens there"):
+            listener.listen(server)
+    with listener.listen(server) as free:
+        assert free.getsockname()[1] == server.port
+
+
 def test_serve_takes_the_model_as_a_bare_word(served, capsys):
     assert main(["serve", "owner/name", "--port", "9"]) == 5
     assert main(["serve", "owner/name", "--model", "owner/name"]) == 5
@@ -274,12 +296,11 @@ def test_doctor_tells_on_a_mac_whether_memory_is_wired(capsys, monkeypatch, wire
 
 
 def test_doctor_tells_when_the_port_is_taken(capsys, monkeypatch):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("MLX_SERVE_SERVER_PORT", str(taken.getsockname()[1]))
+        taken_port = taken.getsockname()[1]
+        monkeypatch.setenv("MLX_SERVE_SERVER_PORT", str(taken_port))
         assert main(["doctor"]) == 0
-    assert "cannot be listened on: Address already in use" in capsys.readouterr().out
+    assert f"Cannot listen on 127.0.0.1:{taken_port}: Address already in use." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,29 @@ def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys)
     assert "Serves a model over HTTP" in started.stdout
 
 
+def test_the_agent_starts_homebrews_python_by_the_link_that_upgrades_keep(monkeypatch, tmp_path) -> None:
+    lasting = tmp_path / "opt" / "mlx-serve" / "libexec" / "bin" / "python"
+    versioned = tmp_path / "Cellar" / "mlx-serve" / "0.2.0" / "libexec" / "bin" / "python"
+    monkeypatch.setattr(serve.sys, "executable", str(versioned))
+    path = tmp_path / "agent.plist"
+    for is_linked in (False, True):
+        if is_linked:
+            lasting.parent.mkdir(parents=True)
+            lasting.touch()
+        assert main(["service", "install", "--output", str(path)]) == 0
+        (program, *_) = plistlib.loads(path.read_bytes())["ProgramArguments"]
+        assert program == str(lasting if is_linked else versioned)
+
+
+def test_an_interpreter_in_uvs_cache_is_no_place_for_an_agent(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(serve.sys, "executable", "/Users/a/.cache/uv/archive-v0/x9/bin/python")
+    path = tmp_path / "agent.plist"
+    assert main(["service", "install", "--output", str(path)]) == 1
+    assert "uv's cache" in (error := capsys.readouterr().err)
+    assert "uv tool install ." in error
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import re
-import resource
 import socket
 import time
 from asyncio import sslproto
@@ -33,6 +32,7 @@ from mlx_server.api.auth.authentication import FREE_PATHS
 from mlx_server.api.errors import error_info
 from mlx_server.api.http.middleware import REQUEST_ID_HEADER, request_id
 from mlx_server.api.http.sse import PIECE_WRITER
+from mlx_server.environment import raise_file_limit
 from mlx_server.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -80,20 +80,16 @@ _LOG_EVERY_S = 60.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def room_for_connections() -> int:
-    """Raises the limit of open files as far as possible, and returns how many connections it allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):
-            logger.debug("The limit of open files stays at %d", soft)
-        else:
-            soft = wanted
-    num_files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+def room_for_connections(max_connections: int | None = None) -> int:
+    """Raises the limit of open files as far as possible, and returns how many connections there may be: as many as are
+    asked for, with a warning if there is no room for them, or as there is room for."""
+    num_files = raise_file_limit(_WANTED_FILES)
     kept = min(max(num_files // 4, _USUAL_KEPT_FILES), _MAX_KEPT_FILES, num_files // 2)
-    return max(1, num_files - kept)
+    room = max(1, num_files - kept)
+    if max_connections is not None and max_connections > room:
+        warning = "--max-connections is %d, and the limit of %d open files allows %d: raise it (`ulimit -n`)."
+        logger.warning(warning, max_connections, num_files, room)
+    return max_connections or room
 
 
 class Connection(Protocol):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import ssl
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mlx_server.config import ServerConfig
+from mlx_server.environment import is_mac
 from mlx_server.errors import ConfigError, ServeError
 
 _BACKLOG = 2048
+_CONNECT_S = 1.0
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def listen_all(server: ServerConfig) -> list[socket.socket]:
@@ -43,6 +48,8 @@ def listen(server: ServerConfig, port_flag: str = "--port") -> socket.socket:
     except OSError as error:
         raise _refusal(server, error, port_flag) from error
     try:
+        if is_mac() and _answers(family, address):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)  # several processes may bind a port until one listens
@@ -50,6 +57,15 @@ def listen(server: ServerConfig, port_flag: str = "--port") -> socket.socket:
         listener.close()
         raise _refusal(server, error, port_flag) from error
     return listener
+
+
+def _answers(family: int, address: Any) -> bool:
+    """Whether clients on this machine already reach somebody at this address. With SO_REUSEADDR, which a restart needs,
+    macOS gives 127.0.0.1:8000 and *:8000 to two processes of a user, and local clients reach the first of them only."""
+    host, *rest = address
+    with socket.socket(family, socket.SOCK_STREAM) as client:
+        client.settimeout(_CONNECT_S)
+        return client.connect_ex((_LOOPBACK.get(host, host), *rest)) == 0
 
 
 def _refusal(server: ServerConfig, error: OSError, port_flag: str) -> ServeError:

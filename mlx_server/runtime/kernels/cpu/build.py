@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_server.environment import is_mac
+
 logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 300.0
@@ -140,10 +142,6 @@ def find_compiler() -> list[str]:
         raise NativeBuildError(f"CXX is `{shlex.join(configured)}`, which is not installed")
     hint = "`xcode-select --install`" if is_mac() else "the package `g++` or `clang`"
     raise NativeBuildError(f"No C++ compiler ({', '.join(_COMPILERS)}) is installed; {hint} brings one")
-
-
-def is_mac() -> bool:
-    return platform.system() == "Darwin"  # with `sys.platform`, type checkers would skip the code for other systems
 
 
 def usable_cpus() -> int:

@@ -24,8 +24,9 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from mlx_server import config
+from mlx_server.environment import is_mac
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.kernels.cpu.build import NativeBuildError, Unit, build, is_mac, usable_cpus
+from mlx_server.runtime.kernels.cpu.build import NativeBuildError, Unit, build, usable_cpus
 
 logger = logging.getLogger(__name__)
 
