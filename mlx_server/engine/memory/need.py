@@ -123,7 +123,8 @@ _WORD_BYTES = 4
 
 _SAMPLER_ARRAYS = 6
 _FUSED_DIMS = range(129)
-"""Head dimensions for which MLX's attention over prompts does not store its logits."""
+"""Head dimensions for which MLX's attention over prompts does not store its logits; it does if keys are longer than
+values, by a part for positions."""
 
 _LOGITS_SHARE = 1.3
 """By how much command buffers are larger if logits are stored: they end late by half of these."""
@@ -160,7 +161,8 @@ def step_bytes(
     shape = _Shape.of(described)
     layer = num_tokens * shape.row_elements
     share = layer / (layer + weights_bytes / _WORD_BYTES / shape.num_layers)
-    logits = 1.0 if shape.head_dim in _FUSED_DIMS else _LOGITS_SHARE
+    is_fused = shape.head_dim in _FUSED_DIMS and not _first_size(described, "qk_rope_head_dim")
+    logits = 1.0 if is_fused else _LOGITS_SHARE
     bytes_each: float = item_bytes
     if by_row_cores:
         parts = shape.queries * -(-THREADGROUPS_PER_CORE * by_row_cores // shape.num_kv_heads)

@@ -33,6 +33,7 @@ FEW, MANY = 5, 2**40
         ({}, {"context_tokens": 40_000}, 60 + 2 * 32_768 * 8 + 640),
         ({"head_dim": 128}, {}, 60 + 2 * 20 * 256 + 640),
         ({"head_dim": 129}, {}, 78 + 2 * 20 * 258 + 640),  # 1.3 times as much, since logits are stored
+        ({"head_dim": 128, "qk_rope_head_dim": 32}, {}, 78 + 2 * 20 * 256 + 640),  # as for keys longer than values
         ({"num_key_value_heads": 2}, {}, 60 + 640 + 640),
         ({"num_key_value_heads": None}, {}, 60 + 640 + 640),
         ({"intermediate_size": 50}, {}, 60 + 320 + 1000),

@@ -17,9 +17,10 @@ def random(seed: int, *shape: int) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-def attend(dim: int, mask: mx.array | str, scores: Scores) -> mx.array:
+def attend(dim: int, mask: mx.array | str, scores: Scores, value_dim: int | None = None) -> mx.array:
     """Over rows of which the first 5 and the last 15 are not wanted."""
-    keys, values = (random(seed, 1, NUM_KV_HEADS, NUM_KEYS + 20, dim) for seed in (1, 2))
+    sizes = (dim, value_dim or dim)
+    keys, values = (random(seed, 1, NUM_KV_HEADS, NUM_KEYS + 20, size) for seed, size in enumerate(sizes, 1))
     seen = Seen(slice(0, LENGTH), np.zeros((1, NUM_KV_HEADS, 1), np.int32), 5, 5 + NUM_KEYS, mask)
     return attend_rows(random(0, 1, NUM_HEADS, LENGTH, dim), GatheredRows(seen, keys, values), scores)
 
@@ -31,13 +32,13 @@ def window_mask() -> mx.array:
 
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("dim", [256, 512])
+@pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (512, 512), (96, 64)])
 def test_pieces_give_what_the_whole_gives(
-    mask: str, has_sinks: bool, dim: int, monkeypatch: pytest.MonkeyPatch
+    mask: str, has_sinks: bool, dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = Scores(dim**-0.5, random(3, NUM_HEADS) if has_sinks else None)
     seen: mx.array | str = window_mask() if mask == "window" else mask
-    whole = attend(dim, seen, scores)
+    whole = attend(dim, seen, scores, value_dim)
     pieces = []
     concatenate = mx.concatenate
 
@@ -48,7 +49,7 @@ def test_pieces_give_what_the_whole_gives(
     monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "0")
     with monkeypatch.context() as patch:
         patch.setattr(mx, "concatenate", spy)
-        cut = attend(dim, seen, scores)
+        cut = attend(dim, seen, scores, value_dim)
     assert [32, 32, 32, 4] in pieces
     np.testing.assert_allclose(np.array(cut), np.array(whole), atol=2e-6, rtol=0)
 

@@ -137,7 +137,7 @@ def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.arr
     seen = rows.seen
     keys, values = (array[:, :, seen.first : seen.end] for array in (rows.keys, rows.values))
     length, num_keys = queries.shape[2], keys.shape[2]
-    piece = _queries_at_once(queries, num_keys)
+    piece = _queries_at_once(queries, num_keys, values.shape[-1])
     if piece >= length:
         return _attend(queries, keys, values, seen.mask, scores)
     parts = []
@@ -152,11 +152,11 @@ def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.arr
     return mx.concatenate(parts, axis=2)
 
 
-def _queries_at_once(queries: mx.array, num_keys: int) -> int:
+def _queries_at_once(queries: mx.array, num_keys: int, value_dim: int) -> int:
     """The number of queries to compute at once: all if MLX does not store their logits, else as many as have logits
     that fit a command buffer. The logits of a prompt chunk with a long context would take gigabytes."""
     sequences, num_heads, length, key_dim = queries.shape
-    if key_dim in FUSED_DIMS:
+    if key_dim == value_dim and key_dim in FUSED_DIMS:
         return int(length)
     return max(_MIN_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
 
