@@ -75,6 +75,16 @@ def test_what_two_steps_compute(model: dict[str, Any], work: dict[str, int], num
     assert step_bytes({**MODEL, **model}, **done, buffer_elements=MANY) == expected
 
 
+def test_what_attention_by_row_adds() -> None:
+    """4 cores run 8 threadgroups each, 16 for each of 2 KV heads: so a token's 8 queries have 8 x 16 results in float32,
+    beside 64 + 3 x 24 + 96 elements of 2 bytes."""
+    parts, others = 8 * 16, 232
+    bytes_each = (parts * 4 + others * 2) / (parts + others)
+    expected = 2 * ((3 * 10 * (parts + others) + 2 * 20 * 16) * bytes_each + 6 * 4 * 100 * 4)
+    model = {**MODEL, "num_key_value_heads": 2}
+    assert step_bytes(model, **WORK, buffer_elements=MANY, by_row_cores=4) == pytest.approx(expected, abs=1)
+
+
 def test_two_models_need_the_weights_of_both_and_the_steps_of_one() -> None:
     assert MemoryNeed(1, 20, 300).plus(MemoryNeed(4, 50, 600)) == MemoryNeed(5, 50, 900)
     assert MemoryNeed(1, 50, 300).plus(MemoryNeed(4, 20, 600)).total_bytes == 5 + 50 + 900
