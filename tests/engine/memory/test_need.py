@@ -76,8 +76,8 @@ def test_what_two_steps_compute(model: dict[str, Any], work: dict[str, int], num
 
 
 def test_what_attention_by_row_adds() -> None:
-    """4 cores run 8 threadgroups each, 16 for each of 2 KV heads: so a token's 8 queries have 8 x 16 results in float32,
-    beside 64 + 3 x 24 + 96 elements of 2 bytes."""
+    """4 cores run 8 threadgroups each, 16 for each of 2 KV heads: so a token's 8 queries have 8 x 16 results in
+    float32, beside 64 + 3 x 24 + 96 elements of 2 bytes."""
     parts, others = 8 * 16, 232
     bytes_each = (parts * 4 + others * 2) / (parts + others)
     expected = 2 * ((3 * 10 * (parts + others) + 2 * 20 * 16) * bytes_each + 6 * 4 * 100 * 4)
