@@ -383,7 +383,7 @@ class Policy:
                 continue
             victim = table.running[-1]
             if victim is table.running[0]:
-                table.starve(victim, step.now)
+                table.starving = victim
                 return None
             table.preempt(victim)
             if victim is request:

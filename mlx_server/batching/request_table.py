@@ -107,7 +107,7 @@ class RequestTable:
     """The states of requests, and the effects of each change of state: on blocks, queue counts and the runner's state.
 
     The attributes are for reading; the methods of this class change them, except `undecided`, which `DraftRoom`
-    changes.
+    changes, and `starving`.
 
     - `running` is sorted by `rank`; of equals, the one admitted earlier comes first.
     - `unscheduled` are requests that have never run, by arrival. `queued_requests` counts the waiting requests of each
@@ -140,8 +140,8 @@ class RequestTable:
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
         self.starved: list[RequestOutput] = []  # of those ended for lack of memory, until `take_starved`
-        self.starving_since: float | None = None  # since when a request that runs alone lacks memory
-        self.is_short = False  # whether the last composed step lacked memory for it
+        self.starving: Request | None = None  # who lacks memory in the step being composed, and would run alone
+        self.starving_since: float | None = None
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
         self.queued_requests: Counter[str] = Counter()
@@ -207,10 +207,12 @@ class RequestTable:
 
     def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:
         """Lets later steps hit the full blocks of a running request that are computed, or will be by a submitted step
-        or one of `steps`. Then gives up the blocks that no later token attends to, once they can be hit."""
+        or one of `steps`. Then gives up the blocks that no later token attends to, once they can be hit, and unless
+        drafts are in flight, after which the request may go back."""
         num_tokens = self._num_certain(request, steps)
         self.blocks.cache_full_blocks(request, num_tokens)
-        if num_tokens == _num_computed(request):
+        is_drafted = any(request.request_id in step.drafts for step in self.submitted)
+        if num_tokens == _num_computed(request) and not is_drafted:
             self.blocks.give_up_unseen(request)
         self.waiting.advance(request, num_tokens)
 
@@ -330,12 +332,15 @@ class RequestTable:
             model.give_way()
         return model is not None and model.blocks.is_changed
 
-    def starve(self, request: Request, now: float) -> None:
-        """Notes that there is no memory for a request that would run alone. Memory may come back, so the request is
-        ended only after `memory_wait_s`."""
-        self.starving_since = now if self.starving_since is None else self.starving_since
-        self.is_short = True
-        if now - self.starving_since >= self._memory_wait_s:
+    def settle_starving(self, step: Step) -> None:
+        """Call when a step is composed: ends the request that is `starving` if it has been for `memory_wait_s`. Memory
+        may come back meanwhile."""
+        request, self.starving = self.starving, None
+        if request is None or request.request_id in step.requests:
+            self.starving_since = None
+            return
+        self.starving_since = step.now if self.starving_since is None else self.starving_since
+        if step.now - self.starving_since >= self._memory_wait_s:
             self.starving_since = None
             most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
             self.starved.append(self.fail(request, starvation(request, most_tokens, self._memory_wait_s)))

@@ -47,7 +47,7 @@ class StepComposer:
         """Composes the next step and books its effects on blocks and progress. The step is empty if nothing can run
         now."""
         table, step = self._table, Step(now)
-        self._last, table.is_short = step, False
+        self._last = step
         disk = table.disk
         if disk is not None:
             disk.advance(now, is_busy=bool(table.running))
@@ -68,9 +68,8 @@ class StepComposer:
             if disk is not None and (disk.is_loading or not table.has_waiting):
                 disk.save_idle(now)
             elif table.has_waiting and not table.is_memory_coming():
-                table.starve(self.policy.next_of_all(now), now)
-        if not table.is_short:
-            table.starving_since = None
+                table.starving = self.policy.next_of_all(now)
+        table.settle_starving(step)
         return step
 
     def compose_burst(self, now: float) -> SchedulerOutput | None:

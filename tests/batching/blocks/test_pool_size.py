@@ -12,7 +12,7 @@ from mlx_server.batching.blocks.block_pool import plan_compaction
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import BlockMove, PoolChange
 from mlx_server.request import FinishReason, Priority
-from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, prompt
+from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, make_world, prompt
 
 # --- the plan ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +229,21 @@ def test_one_who_waits_and_would_not_fit_alone_ends_with_an_error():
     world.add(make_request("huge", 200, 4), make_request("small", 20, 4, arrival_s=1.0))
     world.finish()
     assert world.reasons == {"huge": FinishReason.ERROR, "small": FinishReason.LENGTH}
+
+
+def test_a_prompt_that_does_not_get_back_what_it_gave_up_behind_its_window_ends_with_an_error():
+    """Its idle blocks were cut from the pool. Others that wait are served."""
+    supply = ScriptedSupply(8)
+    world = make_world(4, max_blocks=12, supply=supply, windows=(40,), max_num_batched_tokens=64, memory_wait_s=0.3)
+    world.add(make_request("long", 400, 4))
+    for _ in range(2):
+        world.step()
+    supply.is_open = False
+    assert world.scheduler.shrink(99)
+    world.add(make_request("small", 20, 4, arrival_s=1.0))
+    world.finish()
+    assert world.reasons == {"long": FinishReason.ERROR, "small": FinishReason.LENGTH}
+    world.check_tokens()
 
 
 def test_who_ends_for_want_of_memory_is_the_one_that_it_is_too_small_for():
