@@ -124,7 +124,13 @@ def changed_schema(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any
         return [changed_schema(item, change) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    copy = {key: value if key in _VALUES else changed_schema(value, change) for key, value in schema.items()}
+
+    def inner(key: str, value: Any) -> Any:
+        if key in _NAMED and isinstance(value, Mapping):
+            return {name: changed_schema(below, change) for name, below in value.items()}
+        return value if key in _VALUES else changed_schema(value, change)
+
+    copy = {key: inner(key, value) for key, value in schema.items()}
     change(copy)
     return copy
 
@@ -202,8 +208,9 @@ def _with_tags(schema: Any) -> Any:
         copy = _copied(inner, path, require)
         if "oneOf" in copy and "anyOf" not in copy and copy.pop("discriminator", None) is not None:
             copy["anyOf"] = copy.pop("oneOf")  # the tags make the branches exclusive
-        if tags.get(path, "") in copy.get("properties", ()):
-            copy["required"] = list(dict.fromkeys((*copy.get("required", ()), tags[path])))
+        tag = tags.get(path)
+        if tag is not None and tag in copy.get("properties", ()):
+            copy["required"] = list(dict.fromkeys((*copy.get("required", ()), tag)))
         return copy
 
     return require(find(schema, "#", ""), "#", "")

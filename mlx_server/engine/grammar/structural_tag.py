@@ -89,6 +89,12 @@ def _quoted(text: str) -> list[str]:
     return [json.dumps(text)] if text else []
 
 
+def terminal(regex: str) -> str:
+    """Writes a regex as Lark needs it: between slashes, on one line."""
+    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
+
+
 def alternatives(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
 
@@ -157,8 +163,7 @@ class _Converter:
         return json_expression(item.get("json_schema", {}), self._json_options)
 
     def _regex(self, item: Mapping[str, Any]) -> str:
-        pattern = _need(item, "pattern", str).replace("/", "\\/")
-        return self.writer.rule("REGEX", f"/{pattern}/")
+        return self.writer.rule("REGEX", terminal(_need(item, "pattern", str)))
 
     def _any_text(self, item: Mapping[str, Any]) -> str:
         return self.writer.rule("TEXT", ANY_TEXT)

@@ -12,6 +12,7 @@ from typing import Any
 from mlx_server.engine.grammar.schema import adapted_schema, changed_schema, check_patterns, checked_schema, referenced
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression, json_options
+from mlx_server.engine.grammar.structural_tag import terminal as _terminal
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Notation, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.errors import InvalidRequestError
@@ -205,12 +206,6 @@ class _CallGrammar:
         plain = f"{self._writer.rule('PLAIN', _PLAIN)} {self._writer.literal(after)}"
         section = f"{self._writer.literal('<![CDATA[')} {self._writer.text_until(']]>' + after)}"
         return alternatives((plain, section))
-
-
-def _terminal(regex: str) -> str:
-    """Writes a regex as Lark needs it: between slashes, on one line."""
-    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    return "/" + re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
 
 
 def _exclude_closing_tags(schema: dict[str, Any]) -> None:

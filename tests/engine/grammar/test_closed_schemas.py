@@ -75,6 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
         [{"a": 1, "b": 2}],
         ['{"a":1,"b":2,'],
     ),
+    "named by nothing": ({"properties": {"": {"type": "integer"}}}, [{"": 1}, {}], ['{"a"']),
     "named like keywords": (
         {"properties": {"default": A, "enum": B, "properties": {"type": "integer"}}},
         [{"default": {"a": 1}, "enum": {"b": 1}, "properties": 1}],

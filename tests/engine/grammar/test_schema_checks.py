@@ -129,6 +129,7 @@ def test_exclusive_bounds_move_inwards_where_they_would_be_lost(schema: Any, exp
 
 def test_schemas_are_changed_from_inside_out_and_values_are_not() -> None:
     seen: list[str] = []
-    schema = {"title": "c", "properties": {"a": {"title": "a"}}, "items": [{"title": "b"}], "default": {"title": "d"}}
+    names = {"a": {"title": "a"}, "default": {"title": "b"}, "title": True}
+    schema = {"title": "d", "properties": names, "items": [{"title": "c"}], "default": {"title": "e"}}
     changed_schema(schema, lambda inner: seen.append(inner["title"]) if "title" in inner else None)
-    assert seen == ["a", "b", "c"]
+    assert seen == ["a", "b", "c", "d"]

@@ -42,6 +42,8 @@ FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "const_string", "value": "abc"}, ["abc"], ["ab", "abcd"]),
     (INTEGER, ["12"], ["x"]),
     ({"type": "regex", "pattern": "a/b+"}, ["a/bb"], ["ab"]),
+    ({"type": "regex", "pattern": r"a\/b\\/"}, ["a/b\\/"], ["a/b/"]),
+    ({"type": "regex", "pattern": "a\nb\\\n"}, ["a\nb\n"], ["ab"]),
     (ANY_TEXT, ["", "any\ntext"], []),
     (TWO_TAGS[0], ["<a>1</a>"], ["<a>x</a>", "<a>1"]),
     (TWO_TAGS[1], ["<b>x\n</a></b>"], ["<b>x</b>y"]),

@@ -129,6 +129,10 @@ def test_bounds_are_kept_everywhere_but_in_values() -> None:
         assert not is_whole(start(json=schema), "1")
     assert is_whole(start(json={"type": "array", "items": narrow}), "[1.5]")
     assert not accepts(start(json={"type": "array", "items": narrow}), "[1]")
+    for name in ("default", "enum", "const", "examples", "properties"):
+        named = {"type": "object", "properties": {name: narrow}, "required": [name]}
+        assert is_whole(start(json=named), f'{{"{name}":1.5}}')
+        assert not is_whole(start(json=named), f'{{"{name}":1}}')
     assert is_whole(
         start(json={"const": {"exclusiveMinimum": 1, "maximum": 1.5}}), '{"exclusiveMinimum":1,"maximum":1.5}'
     )
