@@ -7,6 +7,7 @@ import base64
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -18,12 +19,13 @@ from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, ReasoningMarkers, find_dialect
 from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, read_base64
 from mlx_server.engine.vision.parts import ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs
-from mlx_server.request import FinishReason, PoolingParams, PromptImage, Vector
+from mlx_server.request import FinishReason, PoolingParams, PromptImage, TokenConstraint, Vector
 from mlx_server.sampling_params import SamplingParams, plain_ints
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -124,10 +126,22 @@ class RequestBuilder:
         marked = messages if parts is None else parts.mark_messages(_with_sources(messages, self._max_pixels))
         pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
         prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
-        continues_text = options.continue_final_message
+        continues_text, reasoning = options.continue_final_message, self._dialect.reasoning
         return self._build(
-            prompt.text, prompt.token_ids, sampling, adapter, continues_text=continues_text, images=prompt.images
+            prompt.text,
+            prompt.token_ids,
+            sampling,
+            adapter,
+            continues_text=continues_text,
+            images=prompt.images,
+            kept_token_ids=self._dialect.kept_token_ids(self._engine.tokenizer, with_tools=bool(tools)),
+            reasoning=reasoning,
+            is_open=reasoning is not None and reasoning.is_open_after(prompt.text, continues_message=continues_text),
         )
+
+    @cached_property
+    def _dialect(self) -> Dialect:
+        return find_dialect(self._engine.tokenizer)
 
     @property
     def _max_pixels(self) -> int:
@@ -156,6 +170,9 @@ class RequestBuilder:
         *,
         continues_text: bool,
         images: tuple[PromptImage, ...] = (),
+        kept_token_ids: frozenset[int] = frozenset(),
+        reasoning: ReasoningMarkers | None = None,
+        is_open: bool = False,
     ) -> PromptRequests:
         sampling = self._engine.default_sampling if sampling is None else sampling
         grammar = self._grammar(sampling)
@@ -169,13 +186,24 @@ class RequestBuilder:
                 adapter=adapter,
                 num_samples=sampling.n,
                 sample_index=index,
-                constraint=None if grammar is None else grammar.start(),
+                constraint=None if grammar is None else self._constraint(grammar, reasoning, is_open),
+                kept_token_ids=kept_token_ids,
                 continues_text=continues_text,
                 images=images,
             )
             for index in range(sampling.n)
         ]
         return PromptRequests(text, tuple(requests))
+
+    def _constraint(
+        self, grammar: CompiledGrammar, reasoning: ReasoningMarkers | None, is_open: bool
+    ) -> TokenConstraint:
+        """Binds the answer to the grammar, but not the reasoning before it, which the prompt may have opened."""
+        answer, engine = grammar.start(), self._engine
+        if reasoning is None:
+            return answer
+        vocab_size = engine.grammars.vocab_size
+        return ReasoningConstraint(engine.tokenizer, reasoning, vocab_size, is_open=is_open, answer=answer)
 
     def _grammar(self, sampling: SamplingParams) -> CompiledGrammar | None:
         if sampling.structured_outputs is None:

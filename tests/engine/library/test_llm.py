@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ import pytest
 from mlx_server import LLM, AsyncLLM, SamplingParams
 from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from tests.embedders import save_embedder
-from tests.engine_worlds import greedy, make_folder, make_llm
+from tests.engine_worlds import built, greedy, make_folder, make_llm
 from tests.homes import with_kernels
-from tests.tiny_models import byte_tokenizer
+from tests.tiny_models import byte_tokenizer, save_model_folder
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -113,6 +114,49 @@ def test_chats_are_written_by_the_template(llm: LLM) -> None:
         [*one, {"role": "a", "content": "so"}], greedy(1), use_tqdm=False, continue_final_message=True
     )
     assert goes_on.prompt == "<user>hello<a>so"
+
+
+@pytest.fixture(scope="module")
+def reasoning_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A model with special tokens around reasoning and before calls. Its prompts open the reasoning, but for users who
+    ask it not to think."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]})
+    opened = "{{ '' if 'no' in messages[-1].content else '[THINK]' }}{{ '[TOOL_CALLS]' if false }}"
+    tokenizer.chat_template = CHAT_TEMPLATE + opened
+    model, config = built("llama")
+    folder = save_model_folder(model, dict(config), tmp_path_factory.mktemp("models") / "m", tokenizer)
+    with LLM(str(folder), num_kv_blocks=64, max_model_len=1024) as llm:
+        yield llm
+
+
+def preferring(llm: LLM, token: str, max_tokens: int, **more: Any) -> SamplingParams:
+    return greedy(max_tokens, logit_bias={llm.engine.tokenizer.added_tokens[token]: 100.0}, **more)
+
+
+def test_a_chat_s_text_has_the_markers_of_reasoning_and_calls(reasoning_llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for token, tools, expected in (
+        ("[/THINK]", None, "[/THINK]" * 2),
+        ("[TOOL_CALLS]", [tool], "[TOOL_CALLS]" * 2),
+        ("[TOOL_CALLS]", None, ""),
+        ("<|im_start|>", [tool], ""),
+    ):
+        params = preferring(reasoning_llm, token, 2)
+        (found,) = reasoning_llm.chat([{"role": "user", "content": "a"}], params, tools=tools, use_tqdm=False)
+        assert found.text == expected
+
+
+def test_structured_outputs_bind_a_chat_s_answer_and_leave_its_reasoning_free(reasoning_llm: LLM) -> None:
+    def answer(asked: str, token: str) -> str:
+        params = preferring(reasoning_llm, token, 9, structured_outputs={"choice": ["yes", "no"]})
+        (found,) = reasoning_llm.chat([{"role": "user", "content": asked}], params, use_tqdm=False)
+        return found.text
+
+    assert re.fullmatch(r"\[/THINK\]\n?(yes|no)", answer("a", "[/THINK]"))
+    assert answer("a", "<|im_start|>") == "", "it goes on reasoning"
+    assert answer("no", "<|im_start|>") in ("yes", "no")
+    assert answer("no", "[THINK]") == "[THINK]" * 9
 
 
 def test_each_prompt_and_each_chat_may_have_parameters_of_its_own(llm: LLM) -> None:
