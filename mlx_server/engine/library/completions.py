@@ -7,7 +7,6 @@ import base64
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,7 +18,7 @@ from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, ReasoningMarkers, find_dialect
+from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningMarkers
 from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, read_base64
 from mlx_server.engine.vision.parts import ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
@@ -126,7 +125,8 @@ class RequestBuilder:
         marked = messages if parts is None else parts.mark_messages(_with_sources(messages, self._max_pixels))
         pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
         prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
-        continues_text, reasoning = options.continue_final_message, self._dialect.reasoning
+        dialect, continues_text = self._engine.chat.dialect, options.continue_final_message
+        reasoning = dialect.reasoning
         return self._build(
             prompt.text,
             prompt.token_ids,
@@ -134,14 +134,10 @@ class RequestBuilder:
             adapter,
             continues_text=continues_text,
             images=prompt.images,
-            kept_token_ids=self._dialect.kept_token_ids(self._engine.tokenizer, with_tools=bool(tools)),
+            kept_token_ids=dialect.kept_token_ids(self._engine.tokenizer, with_tools=bool(tools)),
             reasoning=reasoning,
             is_open=reasoning is not None and reasoning.is_open_after(prompt.text, continues_message=continues_text),
         )
-
-    @cached_property
-    def _dialect(self) -> Dialect:
-        return find_dialect(self._engine.tokenizer)
 
     @property
     def _max_pixels(self) -> int:

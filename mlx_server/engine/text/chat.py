@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
+from mlx_server.engine.text.reasoning import Dialect, find_dialect
 from mlx_server.engine.text.template_fit import Repairs, adapt, developer_as_system, find_repairs
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
@@ -82,8 +83,14 @@ class ChatFormatter:
         self._memory = PromptMemory(tokenizer)
         self._fits = Recent[str, _Fit](_MAX_FITS)
 
+    @cached_property
+    def dialect(self) -> Dialect:
+        """The model's dialect, which is slow to find in a big vocabulary."""
+        return find_dialect(self._tokenizer)
+
     def prepare(self) -> None:
-        """Tries the model's own templates now, so that its first chat need not wait for that."""
+        """Finds the dialect and tries the model's own templates now, so that its first chat need not wait for that."""
+        _ = self.dialect
         own = self._tokenizer.hf.chat_template
         if own is not None and self._renderer is None:
             for template in own.values() if isinstance(own, Mapping) else (own,):
@@ -127,7 +134,7 @@ class ChatFormatter:
             return _guarded(self._renderer, chat, {"tools": tools, **variables}), None
         template = self._template(options, tools)
         fit = self._fit(template)
-        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
+        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs, self.dialect.tool_parser)
         variables = {"tools": shown, **variables}
         if pictures is None:
             return self._apply(chat, template, fit.needs_parts, variables), None
@@ -162,7 +169,8 @@ class ChatFormatter:
             # Many templates write any role, whether the model was trained on it or not.
             known = frozenset() if "developer" in template else {developer_as_system}
             shows = partial(self._tried, template, needs_parts)
-            found = _Fit(needs_parts, find_repairs(shows, frozenset(known)))
+            end = self._tokenizer.hf.eos_token
+            found = _Fit(needs_parts, find_repairs(shows, self.dialect, end, frozenset(known)))
             self._fits.put(template, found)
         return found
 

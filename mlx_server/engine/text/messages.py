@@ -13,7 +13,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_server.engine.tools.formats import JSON_TAGS, Tool
+from mlx_server.engine.tools.formats import Tool, ToolParser
+from mlx_server.engine.tools.written import written_calls
 from mlx_server.errors import InvalidRequestError
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -117,39 +118,38 @@ def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
     return parsed
 
 
-_EXPLANATION = f"""You can call functions. To call one, write this and nothing else:
-{JSON_TAGS.start}
-{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
-{JSON_TAGS.end}
+_EXPLANATION = """You can call functions. To call one, write this and nothing else:
+{call}
 The result will be given to you. These are the functions, one JSON object a line:
 """
 
 
-def write_tools_into_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Explains the tools in the system message, for a template that has no place for tools."""
+_EXAMPLE = {"name": "the function's name", "arguments": {"argument": "value"}}
+
+
+def write_tools_into_messages(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], parser: ToolParser
+) -> list[dict[str, Any]]:
+    """Explains the tools in the system message, for a template that has no place for tools, or whose calls `parser`
+    cannot read."""
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    explanation = _EXPLANATION + "\n".join(functions)
-    chat = [calls_as_text(message) for message in messages]
+    explanation = _EXPLANATION.format(call=written_calls(parser, [_EXAMPLE])) + "\n".join(functions)
+    chat = [calls_as_text(message, parser) for message in messages]
     if chat[0]["role"] == "system":
         explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
     return [{"role": "system", "content": explanation}, *chat]
 
 
-def calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Writes a message's calls, or a tool's result, as text."""
+def calls_as_text(message: dict[str, Any], parser: ToolParser) -> dict[str, Any]:
+    """Writes a message's calls, as `parser` reads them, or a tool's result as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:
         return message
-    written = [_call_text(call["function"]) for call in calls]
-    content = "\n".join(filter(None, [message["content"], *written]))
+    written = written_calls(parser, [call["function"] for call in calls])
+    content = "\n".join(filter(None, [message["content"], written]))
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
-
-
-def _call_text(function: dict[str, Any]) -> str:
-    body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-    return f"{JSON_TAGS.start}\n{body}\n{JSON_TAGS.end}"
 
 
 logger = logging.getLogger(__name__)

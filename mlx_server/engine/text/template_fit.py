@@ -9,6 +9,9 @@ the prompt, or the template raises, the first repair that helps is kept:
 
 A repair rewrites each turn the same way, whatever turns follow. So a prompt keeps its beginning from turn to turn, and
 its prefix stays cached.
+
+The trials also check that the model's own parser reads a call as the template writes it: the model will write its calls
+as it sees them in the history.
 """
 
 from __future__ import annotations
@@ -20,34 +23,51 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mlx_server.engine.text import messages as as_text
-from mlx_server.engine.tools.formats import Tool
+from mlx_server.engine.text.reasoning import Dialect, ReasoningSplitter
+from mlx_server.engine.tools.formats import JSON_TAGS, Tool, ToolParser
+from mlx_server.engine.tools.parser import ToolCallExtractor
 
 Message = dict[str, Any]
 Tools = Sequence[Tool] | None
 Shows = Callable[[Sequence[Message], Tools], str | None]
 """Renders a chat that is in a template's form; None if the template raises."""
 
-Change = Callable[[list[Message], Tools], tuple[list[Message], Tools]]
-"""A repair: it changes a chat and its tools."""
+Change = Callable[[list[Message], Tools, ToolParser], tuple[list[Message], Tools]]
+"""A repair: it changes a chat and its tools. Calls that it writes as text are in the parser's format."""
 
 Repairs = frozenset[Change]
 
 
-def adapt(messages: Sequence[Message], tools: Tools, repairs: Repairs) -> tuple[list[Message], Tools]:
+def adapt(
+    messages: Sequence[Message], tools: Tools, repairs: Repairs, parser: ToolParser = JSON_TAGS
+) -> tuple[list[Message], Tools]:
     """Returns normalised messages as the template can take them, and the tools to give it."""
     chat = list(messages)
     for repair in _IN_ORDER:
         if repair in repairs:
-            chat, tools = repair(chat, tools)
+            chat, tools = repair(chat, tools, parser)
     return chat, tools
 
 
-def find_repairs(shows: Shows, repairs: Repairs = frozenset()) -> Repairs:
-    """Returns `repairs` and what else a template needs. Takes some thirty renderings of a few lines each."""
+def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repairs = frozenset()) -> Repairs:
+    """Returns `repairs` and what else a template needs. `end` is the text of the token that ends the model's turns.
+    Takes some thirty renderings of a few lines each."""
+
+    def shown(messages: Sequence[Message], tools: Tools, repairs: Repairs) -> str | None:
+        return shows(*adapt(messages, tools, repairs, dialect.tool_parser))
 
     def is_whole(trial: _Trial, repairs: Repairs) -> bool:
-        text = shows(*adapt(trial.messages, trial.tools, repairs))
-        return text is not None and all(word in text for word in trial.words)
+        text = shown(trial.messages, trial.tools, repairs)
+        if text is None or any(word not in text for word in trial.words):
+            return False
+        return not trial.is_read or reads(text, repairs)
+
+    def reads(text: str, repairs: Repairs) -> bool:
+        """Whether the call between question and result would be found if the model wrote it, after the beginning of its
+        turn."""
+        beginning = (shown([_QUESTION], _TOOLS, repairs) or "").rpartition(_QUESTION["content"])[2]
+        turn = text.rpartition(_QUESTION["content"])[2].partition("result-1")[0].removeprefix(beginning)
+        return any(_has_call(piece, dialect) for piece in (turn.split(end) if end else [turn]))
 
     for trial in _TRIALS:
         if not is_whole(trial, repairs):
@@ -56,12 +76,24 @@ def find_repairs(shows: Shows, repairs: Repairs = frozenset()) -> Repairs:
     return repairs
 
 
+def _has_call(text: str, dialect: Dialect) -> bool:
+    """Whether the output `text` is read as the first call of the trials."""
+    if dialect.reasoning is not None:
+        splitter = ReasoningSplitter(dialect.reasoning)
+        text = splitter.append(text).content + splitter.finish().content
+    extractor = ToolCallExtractor(dialect.tool_parser, _TOOLS)
+    found = (*extractor.append(text).calls, *extractor.finish().calls)
+    arguments = "".join(call.arguments_fragment for call in found)
+    names = [call.name for call in found if call.name]
+    return names == ["probe_it"] and "".join(arguments.split()) == '{"at":"place-1"}'
+
+
 # --- repairs --------------------------------------------------------------------------------------------------------
 
 
 def _of_messages(change: Callable[[list[Message]], Iterable[Message]]) -> Change:
     """A repair that leaves the tools alone."""
-    return lambda chat, tools: (list(change(chat)), tools)
+    return lambda chat, tools, _: (list(change(chat)), tools)
 
 
 @_of_messages
@@ -79,23 +111,23 @@ def developer_as_system(chat: list[Message]) -> Iterable[Message]:
     return ({**message, "role": "system"} if message["role"] == "developer" else message for message in chat)
 
 
-def tools_as_text(chat: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
-    return (as_text.write_tools_into_messages(chat, tools), None) if tools else (chat, tools)
+def tools_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    return (as_text.write_tools_into_messages(chat, tools, parser), None) if tools else (chat, tools)
 
 
-def history_as_text(chat: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
+def history_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
     """Writes calls and results as text where the request offers no tools."""
-    return (chat, tools) if tools else (list(map(as_text.calls_as_text, chat)), tools)
+    return (chat, tools) if tools else ([as_text.calls_as_text(message, parser) for message in chat], tools)
 
 
-def empty_tools(chat: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
+def empty_tools(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
     """Gives an empty list instead of no tools."""
     return chat, tools or []
 
 
-@_of_messages
-def calls_as_text(chat: list[Message]) -> Iterable[Message]:
-    return (message if message["role"] == "tool" else as_text.calls_as_text(message) for message in chat)
+def calls_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    """Writes calls as text, but no results."""
+    return [m if m["role"] == "tool" else as_text.calls_as_text(m, parser) for m in chat], tools
 
 
 def _with_calls(message: Message, change: Callable[[Message], Message]) -> Message:
@@ -258,11 +290,19 @@ _IN_ORDER = (
 
 
 class _Trial:
-    """A chat, the words of it that a prompt must show, and the repairs to try, the mildest first."""
+    """A chat, the words of it that a prompt must show, and the repairs to try, the mildest first. With `is_read`, the
+    model's parser must find the first call."""
 
-    def __init__(self, messages: Sequence[Message], *repairs: Change | tuple[Change, ...], tools: Tools = None) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        *repairs: Change | tuple[Change, ...],
+        tools: Tools = None,
+        is_read: bool = False,
+    ) -> None:
         self.messages = messages
         self.tools = tools
+        self.is_read = is_read
         self.repairs = [repair if isinstance(repair, tuple) else (repair,) for repair in repairs]
         texts = [message["content"] for message in messages]
         texts += [call["function"]["arguments"]["at"] for message in messages for call in message.get("tool_calls", ())]
@@ -275,14 +315,19 @@ def _message(role: str, text: str) -> Message:
 
 def _calls(text: str, *places: str) -> Message:
     calls = [
-        {"id": f"call_{place}", "type": "function", "function": {"name": "probe_it", "arguments": {"at": place}}}
+        {"id": _id(place), "type": "function", "function": {"name": "probe_it", "arguments": {"at": place}}}
         for place in places
     ]
     return {"role": "assistant", "content": text, "tool_calls": calls}
 
 
 def _tool_result(place: str, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call_{place}", "content": text}
+    return {"role": "tool", "tool_call_id": _id(place), "content": text}
+
+
+def _id(place: str) -> str:
+    """As Kimi's, whose template writes the name only as a part of the id."""
+    return f"functions.probe_it:{place[-1]}"
 
 
 _PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
@@ -309,6 +354,7 @@ _TRIALS = (
         tools=_TOOLS,
     ),
     _Trial(_CALLED, tools_as_text, tools=_TOOLS),
+    _Trial(_CALLED, arguments_as_text, tools_as_text, tools=_TOOLS, is_read=True),
     _Trial(
         [
             _QUESTION,

@@ -124,7 +124,7 @@ FORMATS = {
         before="{name}[ARGS]",
         names=re.compile(r"[\w-]+"),
         head=re.compile(
-            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>[\w-]+)\s*)?\[ARGS\]\s*(?=\{)"
+            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[]+)\s*)?\[ARGS\]\s*(?=\{)"
         ),
         special=("[ARGS]", "[CALL_ID]"),
     ),

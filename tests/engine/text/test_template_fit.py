@@ -102,8 +102,8 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
 
 
 @lru_cache(maxsize=1)
-def formatter(template: str) -> ChatFormatter:
-    tokenizer = make_tokenizer(chat_template=template)
+def formatter(template: str, *special: str) -> ChatFormatter:
+    tokenizer = make_tokenizer(chat_template=template, special=special)
     tokenizer.hf.bos_token = "<s>"
     return ChatFormatter(tokenizer)
 
@@ -156,24 +156,39 @@ ALTERNATES = """{%- set ns = namespace(last="") -%}
 {%- endfor -%}"""
 """Without a place for anything but users and assistants in turns, as Gemma's are."""
 
-ONE_CALL = """{%- for m in messages -%}
+WRITTEN = (
+    '{%- macro written(call) %}<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endmacro -%}'
+)
+"""How calls are read where a model has no format of its own."""
+
+ONE_CALL = (
+    WRITTEN
+    + """{%- for m in messages -%}
 {%- if m.tool_calls -%}
 {%- if m.tool_calls | length > 1 %}{{ raise_exception("one call at a time") }}{% endif -%}
-<call>{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}</call>
+{{ written(m.tool_calls[0]) }}
 {%- else -%}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{%- endif -%}
 {%- endfor -%}{{ tools | tojson if tools else "" }}"""
+)
 """One call a turn, and its text is dropped, as Llama 3's."""
 
 
-NAMES = """{%- for m in messages -%}
+NAMES = (
+    WRITTEN
+    + """{%- for m in messages -%}
 {%- if m.role == "tool" and not m.name %}{{ raise_exception("which tool?") }}{% endif -%}
-<{{ m.name or m.role }}>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}
+<{{ m.name or m.role }}>{{ m.content }}{% for c in m.tool_calls %}{{ written(c) }}{% endfor %}
 {%- endfor -%}{{ tools | tojson if tools else "" }}"""
+)
 """With the tool's name in each result, as FunctionGemma's: clients send the id of the call."""
 
 
-THINKS = """{%- for m in messages -%}<{{ m.role }}>{{ m.reasoning_content or m.content }}
-{{- m.tool_calls | tojson if m.tool_calls }}{%- endfor -%}{{ tools | tojson if tools else "" }}"""
+THINKS = (
+    WRITTEN
+    + """{%- for m in messages -%}<{{ m.role }}>{{ m.reasoning_content or m.content }}
+{% for c in m.tool_calls %}{{ written(c) }}{% endfor %}{%- endfor -%}{{ tools | tojson if tools else "" }}"""
+)
 """With an answer's reasoning in its place, as Unsloth's gpt-oss."""
 
 
@@ -198,7 +213,7 @@ def test_how_turns_are_merged_and_calls_stand_one_by_one() -> None:
     merged = formatter(ALTERNATES).render([SYSTEM, ASKS, ASKS_MORE, ANSWERS, says("assistant", "Answer two")])
     wanted = "<user>Rule one\n\nAsk one\n\nAsk two</user><assistant>Answer one\n\nAnswer two</assistant>"
     assert merged == wanted
-    north, south = (f"look_at {json.dumps({'place': place})}" for place in ("north", "south"))
+    north, south = (f'"look_at", "arguments": {json.dumps({"place": place})}' for place in ("north", "south"))
     parts = ["<assistant>Both</assistant>", north, "Seen north", south, "Seen south"]
     for order in (("north", "south"), ("south", "north")):
         called = [ASKS, says("assistant", "Both", **calls("north", "south")), *map(result, order)]
@@ -207,8 +222,10 @@ def test_how_turns_are_merged_and_calls_stand_one_by_one() -> None:
 
 
 def test_what_a_template_takes_is_not_changed() -> None:
-    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
-    whole = plain + "{% endfor %}{{ tools | tojson if tools else '' }}{# developer #}"
+    plain = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}{{ written(c) }}{% endfor %}"
+    )
+    whole = WRITTEN + plain + "{% endfor %}{{ tools | tojson if tools else '' }}{# developer #}"
     chat = formatter(whole)
     assert chat._fit(whole).repairs == frozenset()
     assert (
@@ -220,6 +237,64 @@ def test_what_a_template_takes_is_not_changed() -> None:
 def test_what_the_template_says_is_reported_where_no_repair_helps() -> None:
     with pytest.raises(InvalidRequestError, match="never today"):
         formatter("{{ raise_exception('never today') }}").render([ASKS])
+
+
+BARE = """{{ tools | tojson if tools else "" }}{%- for m in messages -%}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+{%- endfor -%}{%- endfor -%}{%- if add_generation_prompt -%}<assistant>{%- endif -%}"""
+"""Calls without tags at the beginning of a turn, where they are read, too."""
+
+QUOTES = WRITTEN.replace(" | tojson", "") + NAMES.removeprefix(WRITTEN)
+"""Arguments as Python prints them, as Apriel's: only if they come as JSON text, they are JSON."""
+
+OWN = NAMES.replace("written(c)", "'<seed:call>' ~ (c.function | tojson) ~ '</seed:call>'")
+"""Calls in a format that the server does not read, as Seed-OSS's."""
+
+NO_CALLS = """{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}{{ tools | tojson if tools }}"""
+"""With tools and results, but without calls, as LFM2's."""
+
+CALLED = [ASKS, says("assistant", "", **calls("north")), result("north")]
+
+
+@pytest.mark.parametrize("template", [BARE, NAMES])
+def test_calls_that_are_read_as_they_stand_are_not_rewritten(template: str) -> None:
+    assert formatter(template)._fit(template).repairs.isdisjoint((fit.calls_as_text, fit.tools_as_text))
+
+
+def test_calls_in_the_history_are_written_as_the_model_s_calls_are_read() -> None:
+    tagged = '<tool_call>{"name": "look_at", "arguments": {"place": "north"}}</tool_call>'
+    assert tagged in formatter(QUOTES).render(CALLED, [TOOL])
+    asked_for = formatter(OWN).render(CALLED, [TOOL])
+    assert "<seed:call>" not in asked_for
+    assert "write this and nothing else:\n<tool_call>" in asked_for
+    assert '<tool_call>\n{"name": "look_at", "arguments": {"place": "north"}}\n</tool_call>' in asked_for
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    call = f'{marks[0]}[look_at(place="north")]{marks[1]}'
+    assert f"<assistant>{call}<tool>Seen north" in formatter(NO_CALLS, *marks).render(CALLED, [TOOL])
+    assert f"<assistant>{call}<tool>Seen north" in formatter(NO_CALLS, *marks).render(CALLED)
+    in_words = formatter(ALTERNATES, *marks).render(CALLED, [TOOL])
+    assert f'write this and nothing else:\n{marks[0]}[the function\'s name(argument="value")]{marks[1]}' in in_words
+    assert f"<assistant>{call}</assistant>" in in_words
+
+
+READ = (
+    *("GLM-4.6", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
+    *("Qwen-Qwen3-0.6B", "Qwen3-Coder", "Qwen3.5-4B", "ibm-granite-granite-4.1", "openai-gpt-oss-120b"),
+    *("google-gemma-4-31B-it", "unsloth-functiongemma-270m-it", "meta-llama-Llama-3.1-8B-Instruct"),
+    *("moonshotai-Kimi-K2-Instruct", "trl-internal-testing-tiny-Llama4ForCausalLM"),
+)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_templates_whose_calls_are_read_write_them_themselves(name: str) -> None:
+    template = template_of(name)
+    special = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>") if "gpt-oss" in name else ()
+    assert formatter(template, *special)._fit(template).repairs.isdisjoint((fit.calls_as_text, fit.tools_as_text))
+
+
+@pytest.mark.parametrize("name", ["Apertus-8B-Instruct", "ByteDance-Seed-OSS", "deepseek-ai-DeepSeek-V3.2"])
+def test_templates_that_ask_for_calls_that_nobody_reads_are_not_given_the_tools(name: str) -> None:
+    assert fit.tools_as_text in formatter(template_of(name))._fit(template_of(name)).repairs
 
 
 def test_ids_are_short_and_the_same_each_time() -> None:

@@ -291,6 +291,8 @@ def test_the_models_own_ids_are_kept() -> None:
     text = FORMATS[12][1]
     assert [call[0] for call in run([text], parser_named("kimi_k2"))[1]] == ["functions.get_weather:0", "functions.f:1"]
     assert [call[0] for call in run([FORMATS[5][1]], parser_named("mistral"))[1]] == ["abc", "id0"]
+    text = FORMATS[5][1].replace("abc", "functions.f:0")
+    assert [call[0] for call in run([text], parser_named("mistral"))[1]] == ["functions.f:0", "id0"]
 
 
 def test_an_id_that_the_model_gives_twice_is_kept_once() -> None:
