@@ -232,10 +232,11 @@ class ChatPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A call and its prompt, text included."""
+    """A call and its prompt, text included. `is_open`: the prompt has opened the reasoning."""
 
     call: ChatCall
     prompt: Prompt
+    is_open: bool
     prediction_token_ids: tuple[int, ...]
     plan: Plan | None = None
 
@@ -254,15 +255,13 @@ def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures
         raise cut_images()
     part = tokenizer.part_of(call.prediction, max_model_len) if engine.config.looks_up else ""
     predicted = tokenizer.encode(part, add_special_tokens=False)[:max_model_len] if part else ()
-    return _Written(call, Prompt(tuple(token_ids), prompt.text, prompt.images), tuple(predicted))
+    shown = Prompt(tuple(token_ids), prompt.text, prompt.images)
+    return _Written(call, shown, prompt.opens_reasoning, tuple(predicted))
 
 
 def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> Plan:
     call, reasoning, tools = written.call, dialect.reasoning, written.call.tool_use.shown
-    is_open = reasoning is not None and reasoning.is_open_after(
-        written.prompt.text or "", continues_message=call.options.continue_final_message
-    )
-    target = _target(engine, dialect, call)
+    is_open, target = written.is_open, _target(engine, dialect, call)
 
     def new_parser() -> OutputParser:
         splitter = ReasoningSplitter(reasoning, is_open) if reasoning is not None and call.splits_reasoning else None

@@ -125,18 +125,17 @@ class RequestBuilder:
         marked = messages if parts is None else parts.mark_messages(_with_sources(messages, self._max_pixels))
         pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
         prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
-        dialect, continues_text = self._engine.chat.dialect, options.continue_final_message
-        reasoning = dialect.reasoning
+        dialect = self._engine.chat.dialect
         return self._build(
             prompt.text,
             prompt.token_ids,
             sampling,
             adapter,
-            continues_text=continues_text,
+            continues_text=options.continue_final_message,
             images=prompt.images,
             kept_token_ids=dialect.kept_token_ids(self._engine.tokenizer, with_tools=bool(tools)),
-            reasoning=reasoning,
-            is_open=reasoning is not None and reasoning.is_open_after(prompt.text, continues_message=continues_text),
+            reasoning=dialect.reasoning,
+            is_open=prompt.opens_reasoning,
         )
 
     @property

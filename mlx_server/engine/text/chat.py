@@ -63,11 +63,12 @@ class ChatOptions:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized. The text
-    has only one of the many tokens of an image."""
+    has only one of the many tokens of an image. `opens_reasoning`: the output begins inside the reasoning."""
 
     text: str
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
+    opens_reasoning: bool = False
 
 
 class ChatFormatter:
@@ -109,14 +110,21 @@ class ChatFormatter:
         of it). What an `owner` has sent before is not tokenized again. `pictures` are the images whose marks are in the
         messages. Raises `InvalidRequestError`, also for content that is neither text nor such a mark. Takes time in
         proportion to the prompt: not for the event loop."""
-        text, layout = self._written(messages, tools, options or ChatOptions(), pictures)
+        options = options or ChatOptions()
+        text, layout = self._written(messages, tools, options, pictures)
         part = text if cut is None else cut(text)
+        opens_reasoning = self._opens_reasoning(text, messages[-1:] if options.continue_final_message else ())
         if layout is None:
-            return ChatPrompt(text, tuple(self._memory.encode(part, owner)))
+            return ChatPrompt(text, tuple(self._memory.encode(part, owner)), opens_reasoning=opens_reasoning)
         if part != text:
             raise cut_images()
         token_ids, images = layout.encode(text, lambda piece: self._memory.encode(piece, owner))
-        return ChatPrompt(layout.shown(text), tuple(token_ids), images)
+        return ChatPrompt(layout.shown(text), tuple(token_ids), images, opens_reasoning)
+
+    def _opens_reasoning(self, text: str, continued: Sequence[Any]) -> bool:
+        reasoning = self.dialect.reasoning
+        begun = normalise_messages(continued)[0]["content"] if continued else ""
+        return reasoning is not None and reasoning.is_open_after(text, begun)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None

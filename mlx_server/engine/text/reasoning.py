@@ -34,15 +34,15 @@ class ReasoningMarkers:
     answer_start: str = ""
     dropped: tuple[str, ...] = ()
 
-    def is_open_after(self, prompt: str, *, continues_message: bool = False) -> bool:
+    def is_open_after(self, prompt: str, continued: str = "") -> bool:
         """Whether the prompt has opened the reasoning, so that the output begins inside it.
 
-        Chat templates open it at the very end of the prompt. With `continues_message` (the client began the answer),
-        it may have been opened anywhere in the prompt.
+        Chat templates open it at the very end of the prompt, or before `continued`: the text of a message that the
+        client began and the model continues. That text may also open or end it.
         """
-        if continues_message:
-            return prompt.rfind(self.start) > prompt.rfind(self.end)
-        return prompt.rstrip().endswith(self.start.rstrip())
+        begun = prompt.rstrip().removesuffix(continued.strip()).rstrip()
+        is_open = begun.endswith(self.start.rstrip()) or continued.lstrip().startswith(self.start)
+        return is_open and self.end not in continued
 
 
 _XTML = ReasoningMarkers(

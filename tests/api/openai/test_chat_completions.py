@@ -402,6 +402,15 @@ async def test_a_message_can_be_continued(world: World):
     assert world.engine.requests[0].continues_text
 
 
+async def test_what_was_said_of_the_markers_does_not_open_reasoning(world: World):
+    world.engine.script = say("reasoning.")
+    asked = user("What does <think> do?")
+    for begun, split in (("It opens", ("reasoning.", None)), ("<think>It opens", ("", "reasoning."))):
+        messages = [*asked, {"role": "assistant", "content": [{"type": "text", "text": begun}]}]
+        answer = (await world.chat(messages=messages, continue_final_message=True)).json()["choices"][0]["message"]
+        assert (answer["content"], answer.get("reasoning")) == split
+
+
 async def test_long_prompts_are_cut_on_request(world: World):
     whole = (await world.chat(return_token_ids=True)).json()["prompt_token_ids"]
     left = (await world.chat(return_token_ids=True, truncate_prompt_tokens=5)).json()["prompt_token_ids"]

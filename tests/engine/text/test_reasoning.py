@@ -79,19 +79,28 @@ def test_text_comes_as_soon_as_it_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continues", "is_open"),
+    ("prompt", "continued", "is_open"),
     [
-        ("<|assistant|>", False, False),
-        ("<|assistant|><think>\n", False, True),
-        ("<|assistant|><think>\n\n</think>\n\n", False, False),
-        ("<|user|>what is <think>?<|assistant|>", False, False),
-        ("<|assistant|><think>\nfirst I", True, True),
-        ("<|assistant|><think>\nfirst I</think> so", True, False),
-        ("<|assistant|>so", True, False),
+        ("<|assistant|>", "", False),
+        ("<|assistant|><think>\n", "", True),
+        ("<|assistant|><think>\n\n</think>\n\n", "", False),
+        ("<|user|>what is <think>?<|assistant|>", "", False),
+        ("<think>so far", "", False),
+        ("<|assistant|><think>\nfirst I", "first I", True),
+        ("<|assistant|><think>\nfirst I ", "\nfirst I ", True),
+        ("<|assistant|><think>\nfirst I", "<think>\nfirst I", True),
+        ("<|assistant|><think>\nfirst I</think> so", "first I</think> so", False),
+        ("<|assistant|><think>\nfirst I</think> so", "<think>\nfirst I</think> so", False),
+        ("<|assistant|><think>\n\n</think>\n\nso", "so", False),
+        ("<|assistant|>so", "so", False),
+        ("<|user|>what is <think>?<|assistant|>It opens", "It opens", False),
+        ("<|user|>what is <think>?<|assistant|>first I", "<think>first I</think>first I", False),
+        ("<|user|>what is </think>?<|assistant|><think>It ends", "<think>It ends", True),
+        ("<|assistant|>It is <think>, which", "It is <think>, which", False),
     ],
 )
-def test_whether_the_prompt_has_opened_the_reasoning(prompt: str, continues: bool, is_open: bool) -> None:
-    assert THINK.is_open_after(prompt, continues_message=continues) is is_open
+def test_whether_the_prompt_has_opened_the_reasoning(prompt: str, continued: str, is_open: bool) -> None:
+    assert THINK.is_open_after(prompt, continued) is is_open
 
 
 @pytest.mark.parametrize(
@@ -142,11 +151,6 @@ def test_the_markers_of_a_format_with_channels_are_dropped(text: str, expected: 
         parts = [*(splitter.append(piece) for piece in pieces), splitter.finish()]
         found = "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
         assert found == expected
-
-
-def test_whether_a_message_is_continued_is_not_guessed() -> None:
-    assert not THINK.is_open_after("<think>so far")
-    assert THINK.is_open_after("<think>so far", continues_message=True)
 
 
 def test_special_tokens_of_the_dialect_stay_in_the_text() -> None:
