@@ -22,12 +22,8 @@ from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import UnseenPartError
-from mlx_server.engine.text.reasoning import (
-    Dialect,
-    ReasoningConstraint,
-    ReasoningSplitter,
-    find_dialect,
-)
+from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, find_dialect
+from mlx_server.engine.text.splitters import new_splitter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool
 from mlx_server.engine.tools.grammar import force_tool_calls
@@ -260,11 +256,11 @@ def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures
 
 
 def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> Plan:
-    call, reasoning, tools = written.call, dialect.reasoning, written.call.tool_use.shown
-    is_open, target = written.is_open, _target(engine, dialect, call)
+    call, is_open, tools = written.call, written.is_open, written.call.tool_use.shown
+    target = _target(engine, dialect, call)
 
     def new_parser() -> OutputParser:
-        splitter = ReasoningSplitter(reasoning, is_open) if reasoning is not None and call.splits_reasoning else None
+        splitter = new_splitter(dialect, tools, is_open) if call.splits_reasoning else None
         extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
         return OutputParser(splitter, extractor, call.tool_use.is_parallel)
 
@@ -274,7 +270,7 @@ def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> Plan:
         new_constraint=_constraints(engine, dialect, target, is_open, call.max_reasoning_tokens),
         kept_token_ids=dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools)),
         continues_text=call.options.continue_final_message,
-        can_reason=reasoning is not None,
+        can_reason=dialect.reasoning is not None,
         prediction_token_ids=written.prediction_token_ids,
         notes=() if target.grammar is None else target.grammar.notes,
     )

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Grant
 from mlx_server.engine.request_stream import RequestStream
-from mlx_server.engine.text.reasoning import ReasoningSplit, ReasoningSplitter
+from mlx_server.engine.text.splitters import HarmonySplitter, ReasoningSplit, ReasoningSplitter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, ToolOutput
 from mlx_server.errors import ContextLengthError, ServeError
@@ -90,7 +90,7 @@ class OutputParser:
 
     def __init__(
         self,
-        splitter: ReasoningSplitter | None = None,
+        splitter: ReasoningSplitter | HarmonySplitter | None = None,
         extractor: ToolCallExtractor | None = None,
         is_parallel: bool = True,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The reasoning that a model writes between two markers before its answer: how to find, separate and limit it.
+"""The reasoning that a model writes between two markers before its answer: how to find and limit it.
 
 A model's dialect is how it marks whatever is not part of its answer: reasoning and tool calls.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 
-from mlx_server.engine.text.detokenizer import StringScanner
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, ToolParser
 from mlx_server.errors import ModelLoadError
@@ -51,11 +50,11 @@ _XTML = ReasoningMarkers(
     answer_start="<|open|>response<|sep|>",
     dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )
-_HARMONY = ReasoningMarkers(
+HARMONY = ReasoningMarkers(
     "<|channel|>analysis<|message|>",
     "<|end|><|start|>assistant",
     answer_start="<|channel|>final<|message|>",
-    dropped=("<|channel|>final", "<|channel|>commentary", "<|constrain|>", "<|message|>", "<|end|><|start|>assistant"),
+    dropped=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 )
 _THINK = ReasoningMarkers("<think>", "</think>")
 _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
@@ -67,7 +66,7 @@ _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
     (ReasoningMarkers("[THINK]", "[/THINK]"), ()),
     (ReasoningMarkers("<|channel>thought", "<channel|>"), ("<|channel>", "<channel|>")),
     (_XTML, ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),
-    (_HARMONY, ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")),
+    (HARMONY, ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")),
 )
 
 
@@ -78,88 +77,6 @@ def find_reasoning_markers(tokenizer: Tokenizer) -> ReasoningMarkers | None:
             return markers
     template = tokenizer.hf.chat_template
     return _THINK if isinstance(template, str) and _THINK.start in template and _THINK.end in template else None
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningSplit:
-    """A piece of output. The reasoning comes before the content."""
-
-    reasoning: str = ""
-    content: str = ""
-
-
-class ReasoningSplitter:
-    """Splits streamed output into reasoning and content; a marker may come in several pieces.
-
-    The reasoning begins in the prompt (`is_open`) or at the beginning of the output. Some models repeat the marker that
-    the template has already written, so it is dropped in both cases. After the first content, markers are ordinary
-    text, since an answer may be about them. Line breaks right after a marker are dropped.
-    """
-
-    def __init__(self, markers: ReasoningMarkers, is_open: bool = False) -> None:
-        self._start = markers.start
-        self._end = StringScanner([markers.end])
-        self._dropped = StringScanner(markers.dropped)
-        self._beginning: str | None = ""  # None once it is known whether the start marker stands there
-        self._is_reasoning = is_open
-        self._trims_lines = is_open
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
-        return self._is_reasoning
-
-    def append(self, text: str) -> ReasoningSplit:
-        """Takes new text. Holds back what may be the beginning of a marker."""
-        if self._beginning is not None:
-            self._beginning += text
-            if self._may_become_start():
-                return ReasoningSplit()
-            text = self._read_beginning()
-        if not self._is_reasoning:
-            return ReasoningSplit(content=self._content(text))
-        scan = self._end.scan(text)
-        reasoning = self._trim(scan.text)
-        if scan.matched is None:
-            return ReasoningSplit(reasoning)
-        self._is_reasoning = False
-        self._trims_lines = True
-        return ReasoningSplit(reasoning, self._content(scan.rest))
-
-    def finish(self) -> ReasoningSplit:
-        """Ends the output; returns the text that was held back."""
-        text, self._beginning = self._beginning or "", None
-        if self._is_reasoning:
-            return ReasoningSplit(reasoning=self._trim(text + self._end.flush()))
-        return ReasoningSplit(content=self._content(text) + self._trim(self._dropped.flush()))
-
-    def _may_become_start(self) -> bool:
-        shown = (self._beginning or "").lstrip()
-        return len(shown) < len(self._start) and self._start.startswith(shown)
-
-    def _read_beginning(self) -> str:
-        """Removes the start marker from the beginning of the output, if it is there, and returns the rest."""
-        text = self._beginning or ""
-        self._beginning = None
-        if not text.lstrip().startswith(self._start):
-            return text
-        self._is_reasoning = True
-        self._trims_lines = True
-        return text.lstrip().removeprefix(self._start)
-
-    def _content(self, text: str) -> str:
-        pieces = []
-        while text:
-            scan = self._dropped.scan(text)
-            pieces.append(self._trim(scan.text))
-            text = scan.rest
-        return "".join(pieces)
-
-    def _trim(self, text: str) -> str:
-        if self._trims_lines:
-            text = text.lstrip("\n")
-            self._trims_lines = not text
-        return text
 
 
 class _Phase(enum.Enum):
@@ -317,7 +234,7 @@ class Dialect:
             form = FORMATS.get(self.tool_parser.name)
             markers += [self.tool_parser.start, self.tool_parser.end, *(form.special if form is not None else ())]
         if self.reasoning is not None:
-            markers += [self.reasoning.start, self.reasoning.end]
+            markers += [self.reasoning.start, self.reasoning.end, *self.reasoning.dropped]
         return frozenset(
             token_id
             for token, token_id in tokenizer.added_tokens.items()

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mlx_server.engine.text import messages as as_text
-from mlx_server.engine.text.reasoning import Dialect, ReasoningSplitter
+from mlx_server.engine.text.reasoning import Dialect
+from mlx_server.engine.text.splitters import new_splitter
 from mlx_server.engine.tools.formats import JSON_TAGS, Tool, ToolParser
 from mlx_server.engine.tools.parser import ToolCallExtractor
 
@@ -78,8 +79,8 @@ def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repai
 
 def _has_call(text: str, dialect: Dialect) -> bool:
     """Whether the output `text` is read as the first call of the trials."""
-    if dialect.reasoning is not None:
-        splitter = ReasoningSplitter(dialect.reasoning)
+    splitter = new_splitter(dialect, _TOOLS)
+    if splitter is not None:
         text = splitter.append(text).content + splitter.finish().content
     extractor = ToolCallExtractor(dialect.tool_parser, _TOOLS)
     found = (*extractor.append(text).calls, *extractor.finish().calls)

@@ -57,8 +57,8 @@ class ToolFormat:
     may follow `before`. The arguments are one JSON object, or are written as `parameter` or `notation` says.
 
     Each call is between the parser's markers; with `around` (the texts after the first marker and before the last) all
-    calls are between one pair of markers. `lead` precedes the first marker; with `is_opened` it replaces what the model
-    writes between its reasoning and an answer. `names` matches the allowed names of functions; None allows any.
+    calls are between one pair of markers. `lead` precedes the first marker; with `is_opened` both replace what the
+    model writes between its reasoning and an answer. `names` matches the allowed names of functions; None allows any.
 
     JSON arguments are streamed after a match of `head`, which may occur several times in a region; `tail` may follow
     the last. `fails_when_cut`: the parser never reads the beginning of a call as a whole one, so a missing end marker
@@ -206,12 +206,11 @@ FORMATS = {
     ),
     "harmony": ToolFormat(
         before="{name} <|constrain|>json<|message|>",
-        lead="<|channel|>commentary ",
         is_opened=True,
         names=re.compile(r"[\w.-]+"),
         max_calls=1,  # the model writes the next call only after the result of the first
-        # The text that is read lacks the special tokens, which are not content either.
-        head=re.compile(r"(?P<name>[\w.-]+)\s*(?:json|code)?\s*(?=\{)"),
+        head=re.compile(r"(?P<name>[^\s<]+) <\|constrain\|>json<\|message\|>\s*(?=\{)"),
+        tail=re.compile(r".*", re.DOTALL),  # a message to a function is no content
     ),
 }
 """By the parser's name. mlx-lm's other formats are read when a region is complete, and cannot be forced."""

@@ -97,7 +97,7 @@ class _CallGrammar:
     def write_free(self, tools: Sequence[Tool], max_calls: int) -> str:
         """Allows text, and calls after their first marker."""
         form, literal, start = self._format, self._writer.literal, self._parser.start
-        if form.lead or not start:
+        if form.lead or form.is_opened or not start:
             raise InvalidRequestError(
                 f"In this model's format of calls ({self._parser.name}) a custom tool's grammar is only enforced if "
                 "a call is required; set tool_choice to required, or leave format out.",

@@ -32,8 +32,9 @@ def _no_call(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
     raise ValueError("not a tool call")
 
 
-_HARMONY = ToolParser("harmony", "to=functions.", "", _no_call)
-"""The format of gpt-oss, for which mlx-lm has no parser: a name, and arguments that are streamed as JSON."""
+_HARMONY = ToolParser("harmony", "<|channel|>commentary to=functions.", "<|end|>", _no_call)
+"""The format of gpt-oss, for which mlx-lm has no parser: a name, and arguments that are streamed as JSON. The model's
+own end of a call also ends its output, so no grammar can write it; this one ends other messages."""
 
 _LLAMA = ToolParser("llama3_json", '{"name":', "", _no_call)
 """The format of Llama 3, for which mlx-lm has no parser: the whole answer is a JSON object, without markers."""

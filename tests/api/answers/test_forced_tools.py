@@ -151,6 +151,22 @@ async def test_with_channels_an_answer_in_json_has_its_own(world: World):
     assert seen == {"call", "answer"}
 
 
+@pytest.mark.parametrize("separates", [True, False])
+async def test_with_channels_a_call_is_read_in_any_of_them(world: World, separates: bool):
+    """Markers stay only in reasoning that stays in the content."""
+    become(world, "harmony")
+    thought, arguments = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", '{"a": 1}<|call|>'
+    ideal = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{arguments}"
+    world.engine.script = say(ideal)
+    choice = (await world.chat(tools=[TOOL], separate_reasoning=separates)).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"a": 1}'}
+    assert choice["message"]["content"] == (None if separates else thought)
+    world.engine.script = say(f"{thought} to=weather<|channel|>analysis code<|message|>{arguments}")
+    choice = (await world.chat(tools=[TOOL])).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"a": 1}'}
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", None)
+
+
 async def test_what_cannot_be_forced_is_refused_and_what_need_not_be_is_not(world: World):
     become(world, "muse_spark")
     refused = await world.chat(tools=[TOOL], tool_choice="required")

@@ -15,7 +15,8 @@ from text_worlds import make_tokenizer
 from tool_worlds import parser_named
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningSplitter, find_reasoning_markers
+from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, find_reasoning_markers
+from mlx_server.engine.text.splitters import new_splitter
 from mlx_server.engine.tools.formats import JSON_TAGS, ToolParser
 from mlx_server.engine.tools.grammar import ForcedCalls, force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
@@ -123,6 +124,7 @@ WORLDS = {
     "kimi_k3": make_tokenizer(special=XTML),
     "harmony": make_tokenizer(special=HARMONY),
 }
+WORLDS["harmony"].eos_token_ids = frozenset([WORLDS["harmony"].added_tokens["<|call|>"]])  # the other ends messages
 COMPILERS = {name: GrammarCompiler(world) for name, world in (WORLDS | {"": CALL_WORLD}).items()}
 FORMATS = (
     "json_tools",
@@ -175,15 +177,15 @@ def written(name: str | None, tools: list[dict[str, Any]], seeds: range, *, is_p
     forced = force(name, tools, is_parallel=is_parallel)
     grammar = COMPILERS.get(name or "", COMPILERS[""]).compile(forced.spec)
     model = RandomModel(world, ENDINGS)
-    markers = find_reasoning_markers(world)
+    dialect = Dialect(find_reasoning_markers(world), parser_of(name))
     outputs = []
     for seed in seeds:
         ids = model.write(grammar.start(), seed, max_tokens=600)
         if ids is None:
             continue
         text = world.decode(ids, skip_special_tokens=False)
-        if markers is not None:
-            splitter = ReasoningSplitter(markers)
+        splitter = new_splitter(dialect, tools)
+        if splitter is not None:
             split = [splitter.append(text), splitter.finish()]
             assert not any(part.reasoning for part in split)
             text = "".join(part.content for part in split)

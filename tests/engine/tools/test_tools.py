@@ -204,7 +204,7 @@ def test_nothing_is_lost_of_text_that_has_no_calls(text: str) -> None:
 
 FORMATS = [
     ("json_tools", f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', [WEATHER]),
-    ("harmony", f"to=functions.get_weather json{PARIS}", [WEATHER]),
+    ("harmony", f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}", [WEATHER]),
     ("llama3_json", f'{{"name": "get_weather", "parameters": {PARIS}}}', [WEATHER]),
     (
         "llama3_json",

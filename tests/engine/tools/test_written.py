@@ -26,7 +26,7 @@ TOOLS = [
 ]
 
 
-OTHERS = {"mistral_list", "harmony"}  # a variant of mistral's, and one that is read after its reasoning was split off
+OTHERS = {"mistral_list"}  # a variant of mistral's
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS.keys() - OTHERS))
