@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -10,7 +12,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
-from mlx_server.api.answers.collect import Answer
+from mlx_server.api.answers.collect import Answer, whole_call
 from mlx_server.api.answers.generation import OutputEvent, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
@@ -292,14 +294,18 @@ class ChatWriter(CompletionWriter):
                 return self.piece(event.index, event.content, self._content)
             if not event.content:
                 return self.piece(event.index, reasoning, self._reasoning, is_reasoning=True)
-        delta: dict[str, Any] = dict.fromkeys(_REASONING, reasoning) if reasoning else {}
+        text: dict[str, Any] = dict.fromkeys(_REASONING, reasoning) if reasoning else {}
         if event.content:
-            delta["content"] = event.content
-        if event.tool_calls:
-            delta["tool_calls"] = [_call_delta(piece) for piece in event.tool_calls]
-        if not delta and event.finish is None and not event.token_ids:
+            text["content"] = event.content
+        # Clients read one entry of a chunk's tool calls only, or take several of one index for different calls.
+        deltas = [text] if text else []
+        for _, pieces in groupby(event.tool_calls, attrgetter("index")):
+            deltas.append({"tool_calls": [_call_delta(whole_call(list(pieces)))]})
+        if not (deltas or event.finish or event.token_ids):
             return b""
-        return self.chunk(self._choice(event, "delta", delta))
+        *early, last = deltas or [{}]
+        chunks = [self.chunk(self._choice(OutputEvent(event.index), "delta", delta)) for delta in early]
+        return b"".join([*chunks, self.chunk(self._choice(event, "delta", last))])
 
     def _content(self, index: int, text: str) -> dict[str, Any]:
         return self._choice(OutputEvent(index), "delta", {"content": text})

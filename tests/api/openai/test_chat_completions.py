@@ -260,6 +260,28 @@ async def test_a_streamed_tool_call_has_its_name_first_and_its_arguments_in_piec
     assert not any(chunk.delta.content for chunk in chunks)
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 1000])
+async def test_a_chunk_has_one_entry_of_one_call(world: World, tokens_per_delta: int):
+    """Clients read the first entry only, or add up entries by their position in the chunk."""
+    world.engine.tokens_per_delta = tokens_per_delta
+    world.engine.script = say(f"Well: {CALL}\n{CALL}")
+    details = {"logprobs": True, "return_token_ids": True}
+    chunks = bodies((await world.chat(tools=[WEATHER], stream=True, **details)).text)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    calls: dict[int, str] = {}
+    for choice in choices:
+        for piece in choice["delta"].get("tool_calls", ())[:1]:
+            assert choice["delta"]["tool_calls"] == [piece]
+            assert (piece["index"] in calls) == ("id" not in piece)
+            calls[piece["index"]] = calls.get(piece["index"], "") + piece["function"]["arguments"]
+    assert list(map(json.loads, calls.values())) == [{"city": "Rome"}] * 2
+    assert "".join(choice["delta"].get("content", "") for choice in choices).strip() == "Well:"
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    token_ids = [token_id for choice in choices[1:] for token_id in choice["token_ids"]]
+    assert len(token_ids) == sum(len(choice["logprobs"]["content"]) for choice in choices[1:])
+    assert world.engine.tokenizer.decode(token_ids, skip_special_tokens=True).endswith("</tool_call>")
+
+
 async def test_a_call_that_was_cut_off_does_not_end_the_conversation(world: World):
     world.engine.max_model_len = 2000
     world.engine.script = say(CALL)
