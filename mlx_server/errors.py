@@ -48,6 +48,19 @@ class ContextLengthError(InvalidRequestError):
 
     reason = "context_length"
 
+    @classmethod
+    def of_prompt(
+        cls, found: str, limit: int, remedy: str, *, whose: str = "", is_answered: bool = True
+    ) -> ContextLengthError:
+        """For a prompt of `found` tokens ("9031", "at least 9031") and a context of `limit`. If it `is_answered`, one
+        token must be left for the answer."""
+        room = ", and at least one must be left for the answer" if is_answered else ""
+        return cls(  # agents shorten their conversation when they find these words and numbers
+            f"The prompt is too long: {found} tokens > {limit - is_answered} maximum. This model's maximum context "
+            f"length is {limit} tokens{whose}{room}. {remedy}",
+            "input_tokens",
+        )
+
 
 class ModelNotFoundError(ServeError):
     """The model is not served here, or has no such adapter; `remedy` says what is served instead."""

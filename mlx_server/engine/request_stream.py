@@ -292,7 +292,7 @@ def make_request(
     if num_prompt == 0:
         raise InvalidRequestError("The prompt has no tokens; send at least one.", "prompt")
     if num_prompt >= limit + (generation.pooling is not None):
-        raise _too_long(generation, model_name, limit)
+        raise _too_long(generation, limit)
     max_tokens = limit if sampling.max_tokens is None else sampling.max_tokens
     allowed = sampling.allowed_token_ids or ()
     if len(allowed) > vocab_size:
@@ -366,15 +366,13 @@ def _check_arrays(generation: GenerationRequest, count_placeholders: CountPlaceh
             )
 
 
-def _too_long(generation: GenerationRequest, model_name: str, limit: int) -> ContextLengthError:
+def _too_long(generation: GenerationRequest, limit: int) -> ContextLengthError:
     num_of_images = sum(image.num_tokens for image in generation.images)
-    share = f", {num_of_images} of them its images'" if num_of_images else ""
-    remedy = "Send fewer or smaller images, or shorten the text." if num_of_images else "Shorten the prompt."
-    return ContextLengthError(
-        f"The prompt has {len(generation.prompt_token_ids)} tokens{share}; the context of {model_name} is {limit} "
-        f"tokens, and at least one must be left for the answer. {remedy}",
-        "input_tokens",
-    )
+    remedy = "Shorten the prompt."
+    if num_of_images:
+        remedy = f"Its images have {num_of_images} tokens; send fewer or smaller images, or shorten the text."
+    is_answered = generation.pooling is None
+    return ContextLengthError.of_prompt(str(len(generation.prompt_token_ids)), limit, remedy, is_answered=is_answered)
 
 
 def _usable(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

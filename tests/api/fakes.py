@@ -121,7 +121,7 @@ class FakeEngine:
         if self.state is EngineState.DEAD:
             raise EngineDeadError("The engine has died.")
         if len(request.prompt_token_ids) >= self.max_model_len:
-            raise ContextLengthError("The prompt is too long.", "input_tokens")
+            raise ContextLengthError.of_prompt(str(len(request.prompt_token_ids)), self.max_model_len, "Shorten it.")
         if len(self.open) >= self.max_open:
             raise QueueFullError(f"{self.max_open} requests wait already.", "max_num_waiting", 7.0)
         assert request.request_id not in self.open, "request ids are unique"

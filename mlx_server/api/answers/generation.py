@@ -52,10 +52,11 @@ class Truncation:
         most = max_model_len if keep is None else min(keep, max_model_len)
         part = tokenizer.part_of(text, most, is_end=keep is not None and self.side == "left")
         if keep is None and len(part) < len(text):
-            raise ContextLengthError(
-                f"The prompt has {len(text)} characters, and already {len(part)} of them are more tokens than the "
-                f"context holds, which is {max_model_len}. Shorten the prompt.",
-                "input_tokens",
+            raise ContextLengthError.of_prompt(
+                f"at least {max_model_len + 1}",
+                max_model_len,
+                f"Already {len(part)} of its {len(text)} characters are so many. Shorten the prompt.",
+                is_answered=False,
             )
         return part
 

@@ -90,10 +90,10 @@ class ImageLoader:
             self._held.add(image)
             num_tokens, num_bytes = num_tokens + image.num_tokens, num_bytes + image.num_bytes
             if num_tokens >= max_model_len:
-                raise ContextLengthError(
-                    f"The first {len(prepared)} images have {num_tokens} tokens; the context is {max_model_len} "
-                    "tokens. Send fewer or smaller images.",
-                    "input_tokens",
+                raise ContextLengthError.of_prompt(
+                    f"at least {num_tokens}",
+                    max_model_len,
+                    f"Already its first {len(prepared)} images have so many. Send fewer or smaller images.",
                 )
             if num_bytes > MAX_PREPARED_BYTES:
                 raise InvalidRequestError(

@@ -297,10 +297,11 @@ def bounded(sampling: SamplingParams, tier: Tier, num_prompt_tokens: int) -> Sam
     limits = [sampling.max_tokens, tier.max_output_tokens]
     if tier.max_context_tokens is not None:
         if num_prompt_tokens >= tier.max_context_tokens:
-            raise ContextLengthError(
-                f"The prompt has {num_prompt_tokens} tokens; the context of a key of the tier {tier.name} is "
-                f"{tier.max_context_tokens} tokens, and at least one must be left for the answer. Shorten the prompt.",
-                "input_tokens",
+            raise ContextLengthError.of_prompt(
+                str(num_prompt_tokens),
+                tier.max_context_tokens,
+                "Shorten the prompt.",
+                whose=f" for a key of the tier {tier.name}",
             )
         limits.append(tier.max_context_tokens - num_prompt_tokens)
     max_tokens = min((limit for limit in limits if limit is not None), default=None)

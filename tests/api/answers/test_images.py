@@ -326,7 +326,8 @@ async def test_images_that_cannot_fit_are_reported_before_all_are_prepared(seer:
     response = await seer.chat(messages=user([large] * 5))
     assert response.status_code == 400
     error = response.json()["error"]
-    assert "The first 2 images have 512 tokens; the context is 512 tokens. Send fewer or smaller" in error["message"]
+    assert "at least 512 tokens > 511 maximum" in error["message"]
+    assert "its first 2 images have so many. Send fewer or smaller" in error["message"]
 
 
 async def test_a_context_that_is_full_tells_how_much_of_it_are_images():
@@ -334,7 +335,7 @@ async def test_a_context_that_is_full_tells_how_much_of_it_are_images():
     request = GenerationRequest(
         request_id="a", prompt_token_ids=[1] * 20, sampling=SamplingParams(), images=(image, image)
     )
-    with pytest.raises(ContextLengthError, match=r"has 20 tokens, 12 of them its images'; .* Send fewer or smaller"):
+    with pytest.raises(ContextLengthError, match=r"20 tokens > 15 max.* images have 12 tokens; send fewer or smaller"):
         make_request(request, arrival_s=0.0, model_name="m", vocab_size=9, max_model_len=16, eos_token_ids=frozenset())
 
 

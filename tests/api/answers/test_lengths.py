@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ async def test_what_is_far_too_long_is_refused_before_all_of_it_is_tokenized(wor
     """Ten million digits are ten million tokens, which take half a minute and gigabytes."""
     for answer in (await world.complete(prompt="1" * 10_000_000), await world.chat(messages=user("1" * 10_000_000))):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_tokens")
-        assert "The prompt has 10000" in answer.json()["error"]["message"]
+        assert "of its 10000" in answer.json()["error"]["message"]
     assert sum(tokenized) < 200_000
     assert world.engine.requests == []
 
@@ -51,8 +52,34 @@ async def test_so_it_is_where_tokens_are_only_counted(
 ):
     answer = await world.http.post(path, json=body)
     assert answer.status_code == 400
-    assert "The prompt has 10000" in answer.json()["error"]["message"]
+    assert "of its 10000" in answer.json()["error"]["message"]
     assert sum(tokenized) < 200_000
+
+
+@pytest.mark.parametrize("num_chars", [2000, 10_000_000])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/api/chat", "messages"),
+        ("/api/generate", "prompt"),
+    ],
+)
+async def test_clients_can_tell_that_a_prompt_is_too_long(world: World, path: str, field: str, num_chars: int):
+    """LiteLLM, LangChain and coding agents shorten the conversation if the message has one of these forms."""
+    text = "1" * num_chars
+    answer = await world.http.post(path, json={"max_tokens": 1, field: user(text) if field == "messages" else text})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    sizes = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", message, re.IGNORECASE)
+    assert sizes is not None
+    assert int(sizes[1]) > int(sizes[2]) >= world.engine.max_model_len - 1
+    assert "this model's maximum context length is 512 tokens" in message.lower()
+    assert "Shorten" in message
 
 
 async def test_what_is_little_more_than_the_context_is_counted(world: World):

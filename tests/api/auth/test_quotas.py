@@ -359,7 +359,8 @@ async def test_a_prompt_that_fills_the_tier_s_context_is_refused(world: World, k
     (key,) = keys(max_context_tokens=10)
     refused = await ask(world, key)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input_tokens")
-    assert "The prompt has 10 tokens; the context of a key of the tier paid is 10" in refused.json()["error"]["message"]
+    assert "10 tokens > 9 maximum" in refused.json()["error"]["message"]
+    assert "context length is 10 tokens for a key of the tier paid" in refused.json()["error"]["message"]
     assert await statuses(world, key, 1, prompt=[PROMPT, PROMPT[1:]]) == [400]
     assert await statuses(world, key, 1, prompt=PROMPT[1:]) == [200]
 
