@@ -14,6 +14,9 @@ from mlx_server.engine.models.store import find_in, find_pulled, models_in, stor
 from mlx_server.errors import ModelNotFoundError
 from mlx_server.model_entries import ModelEntry
 
+LATEST_TAG = ":latest"
+"""Clients of Ollama put it after every name, whichever route they use."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -96,12 +99,15 @@ class Catalog:
         return found
 
     def look_up(self, name: str) -> Offer | None:
-        """Like `offer`, but None for an unknown name."""
-        known = self._by_name.get(name)
-        if known is not None:
-            return known
-        folder = self._find_folder(name)
-        return None if folder is None else Offer(self._spec_of(name, str(folder)))
+        """Like `offer`, but None for an unknown name. A name with `LATEST_TAG` is also looked up without it."""
+        for form in dict.fromkeys((name, name.removesuffix(LATEST_TAG))):
+            known = self._by_name.get(form)
+            if known is not None:
+                return known
+            folder = self._find_folder(form)
+            if folder is not None:
+                return Offer(self._spec_of(form, str(folder)))
+        return None
 
     def offered(self) -> Iterator[Offer]:
         """All offers: the configured models, then those in folders."""

@@ -30,13 +30,13 @@ from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.pool.access import check_model_access
+from mlx_server.pool.catalog import LATEST_TAG
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
 
 NOT_ENFORCED_HEADER = "x-options-not-enforced"
 """Fields of the request that the answer does not keep to; see docs/ollama.md."""
 
-_LATEST = ":latest"
 _HUBS = ("hf.co/", "huggingface.co/")
 
 THINK_LEVELS = ("low", "medium", "high", "max")
@@ -186,14 +186,14 @@ ERROR_RESPONSES = error_responses(OllamaError)
 
 def listed(name: str) -> str:
     """A model's name for Ollama's clients."""
-    return name if ":" in name else f"{name}{_LATEST}"
+    return name if ":" in name else f"{name}{LATEST_TAG}"
 
 
 def plain(name: str) -> str:
     """A name without the parts that only Ollama's clients write."""
     for hub in _HUBS:
         name = name.removeprefix(hub)
-    return name.removesuffix(_LATEST)
+    return name.removesuffix(LATEST_TAG)
 
 
 async def find_name(pool: ModelPool, name: str | None) -> str | None:
@@ -203,8 +203,9 @@ async def find_name(pool: ModelPool, name: str | None) -> str | None:
     if not name:
         return None
     for form in dict.fromkeys((name, plain(name))):
-        if pool.look_up(form) is not None:
-            return form
+        offer = pool.look_up(form)
+        if offer is not None:
+            return offer.name
     wanted = plain(name).lower()
     served = await asyncio.to_thread(lambda: [offer.name for offer in pool.offered()])
     return next((ours for ours in served if ours.lower() == wanted), plain(name))

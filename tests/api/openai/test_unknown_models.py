@@ -12,6 +12,7 @@ import pytest
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.pool.catalog import model_not_found
 from mlx_server.tiers import Tier
+from tests.api.fakes import FakeEngine, fake_pool
 from tests.api.worlds import World, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -33,6 +34,24 @@ async def test_the_nearest_model_is_named_in_the_protocol_s_shape(world: World, 
     error = answer.json()["error"]
     assert error["message"] == "The model `org/Fakes` does not exist. Did you mean `fake`?"
     assert error["type"] == ("not_found_error" if "messages" in path else "NotFoundError")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_ollama_s_tag_is_known_everywhere(world: World, path: str):
+    """Apps send the names that /api/tags lists to other routes, too."""
+    (listed,) = (await world.http.get("/api/tags")).json()["models"]
+    assert listed["name"] == "fake:latest"
+    for name in (listed["name"], "alias:latest"):
+        assert (await world.http.post(path, json={**PATHS[path], "model": name})).status_code == 200
+        assert (await world.http.get(f"/v1/models/{name}")).json()["id"] == "fake"
+    unknown = await world.http.post(path, json={**PATHS[path], "model": "fakes:latest"})
+    assert (unknown.status_code, "`fakes:latest`" in unknown.text) == (404, True)
+
+
+async def test_an_adapter_may_be_called_latest():
+    pool = fake_pool(FakeEngine(adapters=("latest",)))
+    assert pool.offer("fake:latest").adapter == "latest"
+    assert pool.offer("fake:latest:latest").adapter == "latest"
 
 
 async def test_stock_clients_show_it(world: World):
