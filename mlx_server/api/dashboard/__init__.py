@@ -61,6 +61,7 @@ _HEADERS = {
 
 
 @router.get("/")
+@router.head("/")
 @router.get("/dashboard")
 async def page() -> Response:
     return FileResponse(_FOLDER / "page.html", headers=_HEADERS)
