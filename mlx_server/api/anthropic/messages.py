@@ -311,10 +311,6 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-REQUEST_ID_HEADER = "request-id"
-"""The name that Anthropic's clients read."""
-
-
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
@@ -333,9 +329,7 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     plan = await exchange.plan(body.call)
-    response = await exchange.answer(plan, MessageWriter(exchange, plan.prompts[0], body.shows_thinking))
-    response.headers[REQUEST_ID_HEADER] = exchange.request_id
-    return response
+    return await exchange.answer(plan, MessageWriter(exchange, plan.prompts[0], body.shows_thinking))
 
 
 @router.post("/v1/messages/count_tokens")

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_server.api.auth.authentication import PROBE_PATHS
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Quotas, quota_headers
-from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, error_info
+from mlx_server.api.errors import ANTHROPIC_PREFIX, CLIENT_CLOSED_REQUEST, error_info
 from mlx_server.api.http.sse import PIECE_WRITER, PieceWriter
 from mlx_server.config import ServerConfig
 from mlx_server.observability.server_metrics import HttpMetrics
@@ -31,6 +31,9 @@ from mlx_server.setting import parse_origins
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"
+"""The name that Anthropic's clients read."""
+
 MAX_ID_CHARS = 128
 _REQUEST_ID = re.compile(r"[!-~]+")
 
@@ -51,8 +54,8 @@ def request_id(scope: Scope) -> str:
 
 class ExchangeMiddleware:
     """The outermost middleware. It puts the request's id into the state, where a route may replace it, and into the
-    header `x-request-id` of every error; counts and times requests by route; tells callers what remains of their quota;
-    and turns unexpected exceptions into a 500 and a log entry."""
+    header `x-request-id` of every error and `request-id` of Anthropic's answers; counts and times requests by route;
+    tells callers what remains of their quota; and turns unexpected exceptions into a 500 and a log entry."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, quotas: Quotas) -> None:
         self._app = app
@@ -95,10 +98,13 @@ class ExchangeMiddleware:
         return None
 
     def _on_head(self, scope: Scope, head: Message) -> None:
-        """Adds the id to an error, and the caller's quota to every answer. Counts answers that a quota refused."""
+        """Adds the id to an error and to Anthropic's answers, and the caller's quota to every answer. Counts answers
+        that a quota refused."""
         state, headers = scope["state"], MutableHeaders(scope=head)
         if head["status"] >= 400:
             headers.setdefault(REQUEST_ID_HEADER, state["request_id"])
+        if scope["path"].startswith(ANTHROPIC_PREFIX):
+            headers[ANTHROPIC_ID_HEADER] = state["request_id"]
         caller = state.get("caller")
         if isinstance(caller, Caller):  # unless it was refused
             if head["status"] == 429:

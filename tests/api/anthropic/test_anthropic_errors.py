@@ -119,6 +119,19 @@ async def test_the_client_library_knows_the_errors(world: World):
             await client.messages.create(model="fake", max_tokens=5, messages=user("Hi" * 600))
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model", ["fake", "nobody"])
+async def test_every_answer_has_its_id_where_the_client_library_reads_it(world: World, path: str, model: str):
+    body = {"max_tokens": 5, "messages": user("Hi"), "model": model}
+    answer = await world.http.post(path, json=body, headers={"x-request-id": "mine-1"})
+    assert answer.status_code == (200 if model == "fake" else 404)
+    assert answer.headers.get_list("request-id") == ["mine-1"]
+    async with anthropic.AsyncAnthropic(base_url=world.url, api_key="x", max_retries=0) as client:
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(model="fake", max_tokens=5, messages=[])
+        assert refused.value.request_id == refused.value.response.headers["x-request-id"]
+
+
 async def test_the_document_tells_the_shape(world: World):
     document = (await world.http.get("/openapi.json")).json()
     shapes = {}
