@@ -26,6 +26,7 @@ async def test_models_are_listed_and_found(world: World):
     assert card.model_dump()["root"] == "/models/fake"
     assert (await world.openai.models.retrieve("fake")).id == "fake"
     assert (await world.openai.models.retrieve("alias")).id == "fake"
+    assert (await world.http.get("/v1/models/")).json() == (await world.http.get("/v1/models")).json()
     assert (await world.http.get("/v1/models/a/b")).status_code == 404
 
 

@@ -25,18 +25,20 @@ async def list_models(request: Request, context: Context) -> dict[str, Any]:
     """Every model that the caller may use, loaded or not, each followed by its adapters; the default one first."""
     tier, pool = caller_of(request).tier, context.pool
     offers = await asyncio.to_thread(lambda: list(pool.offered()))
-    cards = [_card(pool, offer) for offer in offers if may_use(pool, tier, offer.name)]
+    cards = [_card(request, pool, offer) for offer in offers if may_use(pool, tier, offer.name)]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
     return {"object": "list", "data": cards, **ends, "has_more": False}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request, context: Context) -> dict[str, Any]:
+    if not model:
+        return await list_models(request, context)
     check_model_access(context.pool, caller_of(request).tier, model)
-    return _card(context.pool, context.pool.offer(model))
+    return _card(request, context.pool, context.pool.offer(model))
 
 
-def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
+def _card(request: Request, pool: ModelPool, offer: Offer) -> dict[str, Any]:
     model = pool.find(offer.name)
     engine = model.engine if model.is_loaded else None
     limit = capable_of = None  # known only while the model is loaded: they depend on its files and on free memory
@@ -44,7 +46,7 @@ def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
         limit = engine.max_model_len
         pooling = None if engine.pooling is None else engine.pooling.spec
         capable_of = capabilities(pooling, sees=engine.vision is not None)
-    return {
+    card = {
         "id": offer.name,
         "object": "model",
         "type": "model",
@@ -61,3 +63,6 @@ def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
         "capabilities": capable_of,
         "state": model.state.value,
     }
+    if "anthropic-version" in request.headers:
+        del card["capabilities"]  # theirs are an object with other members
+    return card
