@@ -45,6 +45,7 @@ async def test_what_is_far_too_long_is_refused_before_all_of_it_is_tokenized(wor
         ("/v1/completions/render", {"prompt": "1" * 10_000_000}),
         ("/v1/chat/completions/render", {"messages": user("1" * 10_000_000)}),
         ("/v1/messages/count_tokens", {"messages": user("1" * 10_000_000)}),
+        ("/v1/responses/input_tokens", {"input": "1" * 10_000_000}),
     ],
 )
 async def test_so_it_is_where_tokens_are_only_counted(
@@ -85,6 +86,10 @@ async def test_clients_can_tell_that_a_prompt_is_too_long(world: World, path: st
 async def test_what_is_little_more_than_the_context_is_counted(world: World):
     counted = (await world.http.post("/tokenize", json={"prompt": "1" * 2000})).json()
     assert (counted["count"], counted["max_model_len"]) == (2000, 512)
+    counted = (await world.http.post("/v1/messages/count_tokens", json={"messages": user("1" * 60_000)})).json()
+    assert counted["input_tokens"] > 60_000
+    counted = (await world.http.post("/v1/responses/input_tokens", json={"input": "1" * 60_000})).json()
+    assert counted["input_tokens"] > 60_000
 
 
 async def test_millions_of_ids_are_to_be_sent_in_parts(world: World):
