@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, TextsOrIds
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.text.detokenizer import IncrementalDetokenizer
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import PositionLogprobs
@@ -95,11 +97,15 @@ class TextWriter(CompletionWriter):
         super().__init__(exchange, self.response_id, "text_completion")
         self._body = body
         self._prompts = prompts
+        tokenizer = self._names.tokenizer
         # A model without a tokenizer has no text, so its stream has an empty chunk for each token.
-        self._has_details = body.logprobs is not None or self._has_token_ids or self._names.tokenizer is None
+        self._has_details = body.logprobs is not None or self._has_token_ids or tokenizer is None
         self._prompt_logprobs: dict[int, list[PositionLogprobs] | None] = {}
         """The prompt's logprobs for each choice; None once the choice's text has begun."""
         self._offsets: dict[int, int] = {}
+        self._texts: defaultdict[int, IncrementalDetokenizer | None] = defaultdict(
+            lambda: None if tokenizer is None else IncrementalDetokenizer(tokenizer, False, continues_text=True)
+        )
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """Without the one token that is generated and dropped to score a prompt."""
@@ -155,8 +161,10 @@ class TextWriter(CompletionWriter):
     def _logprobs(
         self, index: int, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], num_top: int
     ) -> dict[str, Any]:
-        """`positions` belong to `token_ids`. Offsets count from the beginning of the choice's text."""
-        widths = (len(self._names.text(token_id)) for token_id in token_ids)
+        """`positions` belong to `token_ids`. Offsets count from the beginning of the choice's text; tokens of one
+        character have the same."""
+        text = self._texts[index]
+        widths = (0 if text is None else len(text.append((token_id,))) for token_id in token_ids)
         *offsets, end = itertools.accumulate(widths, initial=self._offsets.get(index, 0))
         self._offsets[index] = end
         return {

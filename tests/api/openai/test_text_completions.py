@@ -98,6 +98,17 @@ async def test_an_echo_has_the_prompt_s_logprobs(world: World):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_offsets_count_characters_of_several_tokens_once(world: World, stream: bool):
+    world.engine.script = say("é.")
+    answer = await world.complete(prompt="é😀a", max_tokens=3, logprobs=0, echo=True, stream=stream)
+    answers = bodies(answer.text) if stream else [answer.json()]
+    choices = [answer["choices"][0] for answer in answers]
+    assert "".join(choice["text"] for choice in choices) == "é😀aé."
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == [0, 0, 1, 1, 1, 1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_can_be_scored_alone(world: World, stream: bool):
     """What evaluation harnesses send: no output tokens, the prompt's logprobs."""
     response = await world.complete(prompt="Hi", max_tokens=0, logprobs=1, echo=True, stream=stream, **_usage(stream))
