@@ -8,7 +8,6 @@ The work grows with the prompt and the schema, so it runs in the request's turn,
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -22,9 +21,8 @@ from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import UnseenPartError
-from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, find_dialect
+from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint
 from mlx_server.engine.text.splitters import new_splitter
-from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
@@ -172,37 +170,35 @@ no images), they are refused or replaced by a note."""
 
 
 class ChatPlanner:
-    """Plans chats for any engine. Remembers each model's dialect, which is slow to find in a big vocabulary."""
+    """Plans chats for any engine."""
 
     def __init__(self, images: ImageLoader) -> None:
         self._images = images
-        self._dialects: weakref.WeakKeyDictionary[Tokenizer, Dialect] = weakref.WeakKeyDictionary()
 
     async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Plan:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
         `InvalidRequestError` and `UnsupportedError`. Work in the thread goes on when this is cancelled."""
-        dialect = await self._dialect(engine.tokenizer, turn)
-        written = await self._write(engine, read, turn, dialect)
+        written = await self._write(engine, read, turn, plans=True)
         if written.plan is not None:
             return written.plan
         param = written.call.grammar_param or ""
-        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, written), param, turn.requester)
+        return await engine.grammars.threads.run(lambda: _plan(engine, written), param, turn.requester)
 
     async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are as for `plan`."""
-        return (await self._write(engine, read, turn)).prompt
+        return (await self._write(engine, read, turn, plans=False)).prompt
 
-    async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None) -> _Written:
-        """The call and its prompt, and the plan if there is a `dialect` and the call needs no grammar. Without images,
+    async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn, *, plans: bool) -> _Written:
+        """The call and its prompt, and with `plans` the plan, if the call needs no grammar. Without images,
         one turn in a thread makes all of it; with images, two turns, and the images are prepared between them."""
         seeing, owner = engine.vision, turn.requester.key
         parts = None if seeing is None else ImageParts()
 
         def write(call: ChatCall, pictures: Pictures | None) -> _Written:
             written = _written(engine, owner, call, pictures)
-            if dialect is None or call.grammar_param is not None:
+            if call.grammar_param is not None or not plans:
                 return written
-            return replace(written, plan=_plan(engine, dialect, written))
+            return replace(written, plan=_plan(engine, written))
 
         def begin() -> ChatCall | _Written:
             try:
@@ -218,12 +214,6 @@ class ChatPlanner:
         assert parts is not None
         call, pictures = begun, await self._images.prepare(seeing, parts, turn.requester, engine.max_model_len)
         return await turn.in_thread(lambda: write(call, pictures))
-
-    async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:
-        known = self._dialects.get(tokenizer)
-        if known is None:
-            known = self._dialects[tokenizer] = await turn.in_thread(lambda: find_dialect(tokenizer))
-        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +245,8 @@ def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures
     return _Written(call, shown, prompt.opens_reasoning, tuple(predicted))
 
 
-def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> Plan:
-    call, is_open, tools = written.call, written.is_open, written.call.tool_use.shown
+def _plan(engine: AsyncEngine, written: _Written) -> Plan:
+    call, is_open, tools, dialect = written.call, written.is_open, written.call.tool_use.shown, engine.chat.dialect
     target = _target(engine, dialect, call)
 
     def new_parser() -> OutputParser:
