@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.engine.grammar.structural_tag import ANY_TEXT
+from mlx_server.engine.tools.values import ALL_KINDS, STRUCTURES
 from mlx_server.runtime.models.tool_parsers import JSON_TAGS as JSON_TAGS
 from mlx_server.runtime.models.tool_parsers import ToolParser as ToolParser
 
@@ -23,13 +24,20 @@ TAG_SAFE = re.compile(r"[^\s<>\"'=:|]+")
 class Parameter:
     """Each argument is between `before`, with `{key}` and `{type}` filled in, and `after`.
 
-    Texts have no quotes. The parser strips one line break at both ends if `before` ends in one, otherwise all white
-    space. With `has_cdata`, texts that XML cannot hold are in a CDATA section.
+    Texts have no quotes, and are data to the last space; if `before` ends in a line break, there is another one after
+    the text. With `has_cdata`, texts that XML cannot hold are in a CDATA section. Values that may be anything are read
+    as the kinds `untyped`.
     """
 
     before: str
     after: str
     has_cdata: bool = False
+    untyped: frozenset[str] = STRUCTURES
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether the type of the value is written, too."""
+        return "{type}" in self.before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +88,12 @@ class ToolFormat:
     tail: re.Pattern[str] = re.compile(r"\s*")
     fails_when_cut: bool = False
     special: tuple[str, ...] = ()
+    is_addressed: bool = False
 
     @property
-    def streamed_parameter(self) -> Parameter | None:
-        """`parameter` if texts can be streamed: they are written literally, and a region has one call."""
-        is_plain = self.parameter is not None and not self.parameter.has_cdata
-        return self.parameter if is_plain and self.around is None else None
+    def read_parameter(self) -> Parameter | None:
+        """`parameter` if its values are read by the function's schema; None if the model writes their types."""
+        return None if self.parameter is None or self.parameter.is_typed else self.parameter
 
 
 _JSON_TAGS = ToolFormat(
@@ -103,7 +111,7 @@ _JSON_TAGS = ToolFormat(
 _GLM = ToolFormat(
     before="{name}\n",
     separator="\n",
-    parameter=Parameter(before="<arg_key>{key}</arg_key>\n<arg_value>", after="</arg_value>\n"),
+    parameter=Parameter(before="<arg_key>{key}</arg_key>\n<arg_value>", after="</arg_value>\n", untyped=ALL_KINDS),
     special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 
@@ -145,6 +153,13 @@ FORMATS = {
         after="</invoke>\n",
         separator="\n",
         parameter=Parameter(before='<parameter name="{key}">', after="</parameter>\n"),
+    ),
+    "muse_spark": ToolFormat(
+        before='\n<atem:invoke name="{name}">\n',
+        after="</atem:invoke>\n",
+        separator="\n",
+        parameter=Parameter(before='<atem:parameter name="{key}">', after="</atem:parameter>\n", untyped=ALL_KINDS),
+        is_addressed=True,
     ),
     "minicpm5": ToolFormat(
         before='"{name}">', parameter=Parameter(before='<param name="{key}">', after="</param>", has_cdata=True)
@@ -213,4 +228,4 @@ FORMATS = {
         tail=re.compile(r".*", re.DOTALL),  # a message to a function is no content
     ),
 }
-"""By the parser's name. mlx-lm's other formats are read when a region is complete, and cannot be forced."""
+"""By the parser's name. Other formats are read when a region is complete, and cannot be forced."""

@@ -15,6 +15,7 @@ from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alter
 from mlx_server.engine.grammar.structural_tag import terminal as _terminal
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Notation, Parameter, Tool, ToolFormat, ToolParser
+from mlx_server.engine.tools.values import ALL_KINDS, ValueTypes, value_types
 from mlx_server.errors import InvalidRequestError
 
 
@@ -61,7 +62,7 @@ def force_tool_calls(
 def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
     is_list = parser.name == "mistral" and "[ARGS]" not in tokenizer.added_tokens  # its older models
     form = FORMATS.get("mistral_list" if is_list else parser.name)
-    if form is None:
+    if form is None or form.is_addressed:
         raise InvalidRequestError(
             f"Calls in this model's format ({parser.name}) cannot be forced: set tool_choice to auto or none, and "
             "send no response_format with tools.",
@@ -171,35 +172,64 @@ class _CallGrammar:
 
     def _parameters(self, schema: Mapping[str, Any], parameter: Parameter, where: str) -> str:
         required = schema.get("required", ())
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         written = []
         for key, value_schema in schema.get("properties", {}).items():
             if TAG_SAFE.fullmatch(key) is None:
                 if key in required:
                     raise self._unwritable(f"{where} requires {key!r}, which", where)
                 continue
-            before = parameter.before.format(key=key, type=_written_type(value_schema))
-            expression = f"{self._writer.literal(before)} {self._value(value_schema, definitions, parameter)}"
+            expression = self._parameter(key, value_schema, schema, parameter)
             written.append(expression if key in required else f"({expression})?")
         return " ".join(written) or '""'
 
-    def _value(self, schema: Any, definitions: Mapping[str, Any], parameter: Parameter) -> str:
-        """Matches a value and what follows it. Strings are unquoted, and end at the first `after`."""
+    def _parameter(self, key: str, schema: Any, root: Mapping[str, Any], parameter: Parameter) -> str:
+        """Matches one argument, and what precedes and follows it."""
+        types = value_types(schema, root)
+        kinds = _written_kinds(types)
+        if types.kinds == ALL_KINDS or ("string" in types.kinds and types.texts is None and not parameter.is_typed):
+            kinds = []  # any text may be given, and is read as what it looks like
+        groups = [[kind] for kind in kinds] if parameter.is_typed else [kinds]
+        values = [(group[0], self._json(schema, root, group, parameter.after)) for group in groups if group]
+        if "string" in types.kinds:
+            values.insert(0, ("string", self._text(schema, types.texts, parameter)))
+        written: dict[str, list[str]] = {}  # values by what precedes them
+        for kind, value in values:
+            before = parameter.before.format(key=key, type="number" if kind == "integer" else kind)
+            written.setdefault(before, []).append(value)
+        literal = self._writer.literal
+        return alternatives(f"{literal(before)} {alternatives(choices)}" for before, choices in written.items())
+
+    def _json(self, schema: Mapping[str, Any], root: Mapping[str, Any], kinds: Sequence[str], after: str) -> str:
+        """Matches a value of one of these kinds, as JSON, and what follows it."""
+        has_token = self._writer.begins_with_added_token(after)
+        names: dict[str, str] = {}  # of the definitions, by references
+
+        def change(inner: dict[str, Any]) -> None:
+            _limit_number(inner)
+            if not has_token:
+                _exclude_closing_tags(inner)
+            if isinstance(inner.get("$ref"), str):
+                inner["$ref"] = f"#/$defs/{names.setdefault(inner['$ref'], str(len(names)))}"
+
+        whole = changed_schema({**schema, "type": kinds}, change)
+        definitions: list[Any] = []
+        while len(definitions) < len(names):
+            reference = list(names)[len(definitions)]
+            definitions.append(changed_schema(referenced(root, reference), change))
+        whole["$defs"] = dict(zip(names.values(), definitions, strict=True))
+        return f"{json_expression(whole, self._json_options)} {self._writer.literal(after)}"
+
+    def _text(self, schema: Any, texts: Sequence[str] | None, parameter: Parameter) -> str:
+        """Matches an unquoted string, one of `texts` if not None, and what follows it. It ends at the first `after`."""
         after = parameter.after
-        if not _may_be_text(schema):
-            whole = {**schema, **definitions}
-            if not self._writer.begins_with_added_token(after):
-                whole = changed_schema(whole, _exclude_closing_tags)
-            return f"{json_expression(whole, self._json_options)} {self._writer.literal(after)}"
         if self._has_pattern:
             pattern = schema["pattern"][1:-1]
             if self._writer.begins_with_added_token(after):
                 return f"{self._writer.rule('REGEX', _terminal(pattern))} {self._writer.literal(after)}"
             # One terminal: llguidance never backtracks to an earlier end of the text.
             return self._writer.rule("REGEX", _terminal(pattern + re.escape(after)))
-        choices = schema.get("enum") if isinstance(schema, Mapping) else None
-        if choices and all(isinstance(choice, str) for choice in choices):
-            written = [_cdata(choice) if parameter.has_cdata else choice for choice in choices]
+        if texts is not None:
+            written = [_cdata(text) if parameter.has_cdata else text for text in texts]
             return f"{alternatives(map(self._writer.literal, written))} {self._writer.literal(after)}"
         if not parameter.has_cdata:
             return self._writer.text_until(after)
@@ -210,32 +240,38 @@ class _CallGrammar:
 
 def _exclude_closing_tags(schema: dict[str, Any]) -> None:
     """Forbids texts that a parser would read as the end of the argument."""
-    if schema.get("type") == "string" and not _DECIDED & schema.keys():
+    if _may_be(schema, "string") and not _DECIDED & schema.keys():
         schema["pattern"] = "^([^<]|<+[^</])*$"
+
+
+def _may_be(schema: Mapping[str, Any], kind: str) -> bool:
+    types = schema.get("type")
+    return kind in types if isinstance(types, list) else kind == types
 
 
 def _cdata(text: str) -> str:
     return f"<![CDATA[{text}]]>" if re.search(r"[<&\n]", text) else text
 
 
-def _may_be_text(schema: Any) -> bool:
-    types = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-    return "string" in types
-
-
-def _written_type(schema: Any) -> str:
-    if _may_be_text(schema):
-        return "string"
-    kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    kind = next((kind for kind in kinds if kind != "null"), "null")
-    return "number" if kind == "integer" else kind
+def _written_kinds(types: ValueTypes) -> list[str]:
+    """The kinds of values that are written as JSON; `number` includes `integer`, and null comes last."""
+    covered = {"string", "integer"} if "number" in types.kinds else {"string"}
+    return sorted(types.kinds - covered, key=lambda kind: (kind == "null", kind))
 
 
 _NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
 """Without JSON's exponents: some such numbers are too large for any parser."""
+_LARGEST = 9 * 10**18
+"""The largest bound that llguidance takes."""
 _WORD = re.compile(r"\w+", re.ASCII)
+
+
+def _limit_number(schema: dict[str, Any]) -> None:
+    """Numbers with bounds have no exponents, either."""
+    if _may_be(schema, "number") and schema.keys().isdisjoint((*_NUMBER_KEYWORDS, *_DECIDED)):
+        schema |= {"minimum": -_LARGEST, "maximum": _LARGEST}
 
 
 class _NotationWriter:

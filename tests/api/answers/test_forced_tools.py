@@ -115,7 +115,7 @@ async def test_a_long_text_between_tags_is_streamed_while_it_is_written(world: W
     text = (await world.http.post(path, json={**tools[path], "stream": True})).text
     pieces = re.findall(r'"(?:arguments|partial_json|delta)":"((?:[^"\\]|\\.)*)"', text)
     written = "".join(json.loads(f'"{piece}"') for piece in pieces)
-    assert json.dumps({"city": words.strip()}) in written
+    assert json.dumps({"city": words}) in written
     assert len(pieces) > 200
 
 

@@ -387,9 +387,38 @@ def test_null_keywords_count_as_absent(name: str) -> None:
         assert arguments["b"] is None
 
 
-def test_a_type_that_may_be_null_is_written_as_what_else_it_may_be() -> None:
-    offered = tool("f", {"properties": {"a": {"type": ["null", "integer"]}}, "required": ["a"]})
-    assert 'argument key=\\"a\\" type=\\"number\\"' in force("kimi_k3", [offered]).spec.source
+VALUES: list[tuple[Any, set[type]]] = [
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {int, type(None)}),
+    ({"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/color"}}, {"type": "null"}]}, {list, type(None)}),
+    ({"$ref": "#/$defs/place"}, {dict}),
+    ({"$ref": "#/properties/first"}, {int}),
+    ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, {str, type(None)}),
+    ({"enum": [1, 2.5, "max"]}, {int, float, str}),
+    ({"oneOf": [{"const": "a"}, {"const": 5}]}, {str, int}),
+    ({"type": ["boolean", "string"], "const": "xy"}, {str}),
+    ({"type": ["number", "null"]}, {float, type(None)}),
+    ({"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}, {dict}),
+    ({"type": ["string", "integer"], "enum": ["b", "a", 5]}, {int, str}),
+    ({}, {str}),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "minicpm5", "kimi_k3"])
+@pytest.mark.parametrize(("schema", "kinds"), VALUES)
+def test_an_argument_between_tags_follows_its_schema(name: str, schema: Any, kinds: set[type]) -> None:
+    parameters = {
+        "properties": {"first": {"type": "integer"}, "a": schema},
+        "required": ["a"],
+        "$defs": {
+            "color": {"enum": ["red", "dark green"], "type": "string"},
+            "place": {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False},
+        },
+    }
+    outputs = written(name, [tool("f", parameters)], range(30), is_parallel=False)
+    assert len(outputs) >= 10
+    for ((_, arguments),) in outputs:
+        jsonschema.validate(arguments, parameters)
+    assert kinds <= {type(arguments["a"]) for ((_, arguments),) in outputs}
 
 
 _KEYWORDS = (

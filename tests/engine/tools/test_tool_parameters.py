@@ -1,4 +1,4 @@
-"""Arguments between tags, streamed: what comes is what mlx-lm's parser makes of the whole."""
+"""Arguments between tags: their values by the function's schema, whole and streamed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,28 @@ TOOLS: list[dict[str, Any]] = [
                     "size": {"type": "integer"},
                     "tags": {"type": "array", "items": {"type": "string"}},
                     "maybe": {"type": ["string", "null"]},
+                    "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                    "color": {"$ref": "#/$defs/color"},
+                    "place": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+                    "same": {"$ref": "#/properties/size"},
+                    "level": {"enum": [1, 2, "max"]},
+                    "one": {"const": 1},
+                    "choice": {"enum": ["none", "auto", None]},
+                    "rate": {"type": "number"},
+                    "is_on": {"type": "boolean"},
+                    "names": {"allOf": [{"anyOf": [{"type": "array"}, {"type": "string"}]}, {"type": "array"}]},
+                    "tree": {"$ref": "#/$defs/tree"},
+                    "any": {},
+                    "First Name": {"type": "string"},
+                    "odd": {"type": "string", "enum": [1]},
+                    "python": {"type": "int"},
                 },
                 "required": ["text", "size"],
+                "$defs": {
+                    "color": {"enum": ["red", "5"], "type": "string"},
+                    "place": {"type": "object", "properties": {"x": {"type": "integer"}}},
+                    "tree": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]},
+                },
             },
         },
     },
@@ -53,12 +73,33 @@ def minimax(*arguments: tuple[str, str]) -> str:
     return f'<minimax:tool_call>\n<invoke name="write">\n{written}</invoke>\n</minimax:tool_call>'
 
 
-WRITERS = {"qwen3_coder": qwen, "glm47": glm, "laguna": glm, "minimax_m2": minimax}
+def muse(*arguments: tuple[str, str]) -> str:
+    written = "".join(f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in arguments)
+    return f'<atem:function_calls>\n<atem:invoke name="write">\n{written}</atem:invoke>\n</atem:function_calls>'
 
 
-def streamed(name: str, pieces: list[str] | str) -> tuple[str, list[tuple[str, list[str]]]]:
+def minicpm(*arguments: tuple[str, str]) -> str:
+    sections = [(key, f"<![CDATA[{value}]]>" if set("<&\n") & {*value} else value) for key, value in arguments]
+    written = "".join(f'<param name="{key}">{value}</param>' for key, value in sections)
+    return f'<function name="write">{written}</function>'
+
+
+WRITERS = {
+    "qwen3_coder": qwen,
+    "glm47": glm,
+    "laguna": glm,
+    "minimax_m2": minimax,
+    "muse_spark": muse,
+    "minicpm5": minicpm,
+}
+STREAMED = [name for name in WRITERS if name != "minicpm5"]
+
+
+def streamed(
+    name: str, pieces: list[str] | str, tools: list[dict[str, Any]] = TOOLS
+) -> tuple[str, list[tuple[str, list[str]]]]:
     """Content, and each call's name with the fragments of its arguments."""
-    extractor = ToolCallExtractor(parser_named(name), TOOLS)
+    extractor = ToolCallExtractor(parser_named(name), tools)
     outputs = [*(extractor.append(piece) for piece in pieces), extractor.finish()]
     calls: list[tuple[str, list[str]]] = []
     for delta in (delta for output in outputs for delta in output.calls):
@@ -70,17 +111,10 @@ def streamed(name: str, pieces: list[str] | str) -> tuple[str, list[tuple[str, l
     return "".join(output.content for output in outputs), calls
 
 
-def whole(name: str, text: str) -> list[tuple[str, Any]]:
-    """What mlx-lm's parser reads."""
-    parser = parser_named(name)
-    parsed = parser.parse(text.removeprefix(parser.start).removesuffix(parser.end), TOOLS)
-    return [(call["name"], call["arguments"]) for call in (parsed if isinstance(parsed, list) else [parsed])]
-
-
-def check(name: str, text: str, pieces: list[str] | str) -> None:
+def read(name: str, pieces: list[str] | str) -> list[tuple[str, Any]]:
     content, calls = streamed(name, pieces)
     assert content == ""
-    assert [(called, json.loads("".join(fragments))) for called, fragments in calls] == whole(name, text), text
+    return [(called, json.loads("".join(fragments))) for called, fragments in calls]
 
 
 VALUES = [
@@ -109,10 +143,84 @@ VALUES = [
 
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("value", VALUES)
-def test_a_text_comes_as_the_parser_reads_it(name: str, value: str) -> None:
+def test_a_text_comes_to_the_last_space(name: str, value: str) -> None:
     text = WRITERS[name](("size", "3"), ("text", value), ("tags", '["b"]'))
-    check(name, text, text)
-    check(name, text, [text])
+    expected = [("write", {"size": 3, "text": value, "tags": ["b"]})]
+    assert read(name, text) == expected
+    assert read(name, [text]) == expected
+
+
+READ: list[tuple[str, str, Any]] = [
+    ("limit", "5", 5),
+    ("limit", "null", None),
+    ("limit", "five", "five"),
+    ("maybe", "12", "12"),
+    ("maybe", "null", None),
+    ("maybe", "None", None),
+    ("maybe", "none", "none"),
+    ("choice", "none", "none"),
+    ("choice", "NULL", None),
+    ("maybe", '"quoted"', '"quoted"'),
+    ("color", "5", "5"),
+    ("place", '{"x": 1}', {"x": 1}),
+    ("place", "None", None),
+    ("same", "5", 5),
+    ("level", "2", 2),
+    ("level", "max", "max"),
+    ("one", "1", 1),
+    ("size", " 7\n", 7),
+    ("size", "7.0", 7),
+    ("size", "7.5", "7.5"),
+    ("rate", "2.5e3", 2500.0),
+    ("rate", "5", 5),
+    ("rate", "1e999", "1e999"),
+    ("rate", "NaN", "NaN"),
+    ("is_on", "True", True),
+    ("is_on", "FALSE", False),
+    ("is_on", "maybe", "maybe"),
+    ("names", "['a', None]", ["a", None]),
+    ("names", '["a\tb"]', ["a\tb"]),
+    ("names", '["\\ud83d"]', '["\\ud83d"]'),
+    ("tree", "[[1], 2]", [[1], 2]),
+    ("any", '{"a": [1]}', {"a": [1]}),
+    ("any", "some words", "some words"),
+    ("undeclared", "null", None),
+    ("undeclared", "1.1.1", "1.1.1"),
+    ("First Name", " 5 ", " 5 "),
+    ("odd", "word", "word"),
+    ("python", "5", 5),
+]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(("key", "written", "value"), READ)
+def test_a_value_is_read_by_its_schema(name: str, key: str, written: str, value: Any) -> None:
+    text = WRITERS[name]((key, written))
+    for pieces in (text, [text]):
+        ((_, arguments),) = read(name, pieces)
+        assert arguments == {key: value}
+        assert type(arguments[key]) is type(value)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_numbers_and_words_of_unknown_type_are_read_as_the_family_does(name: str) -> None:
+    text = WRITERS[name](("any", "5"), ("undeclared", "true"))
+    is_json = name in ("glm47", "laguna", "muse_spark")
+    assert read(name, text) == [
+        ("write", {"any": 5, "undeclared": True} if is_json else {"any": "5", "undeclared": "true"})
+    ]
+
+
+def test_a_schema_that_refers_to_itself_adds_no_types() -> None:
+    circle = {"anyOf": [{"$ref": "#/properties/size"}, {"type": "integer"}]}
+    tools = [{"type": "function", "function": {"name": "write", "parameters": {"properties": {"size": circle}}}}]
+    _, ((_, fragments),) = streamed("qwen3_coder", qwen(("size", "5")), tools)
+    assert json.loads("".join(fragments)) == {"size": 5}
+
+
+def test_a_section_may_hold_what_ends_an_argument() -> None:
+    text = minicpm(("text", "a</param>b"), ("size", "3"))
+    assert read("minicpm5", text) == [("write", {"text": "a</param>b", "size": 3})]
 
 
 @settings(max_examples=150, deadline=None)
@@ -134,10 +242,10 @@ def test_any_cut_gives_the_same(name: str, arguments: list[tuple[str, str]], wid
         width = widths[len(pieces) % len(widths)]
         pieces.append(text[at : at + width])
         at += width
-    check(name, text, pieces)
+    assert read(name, pieces) == read(name, [text])
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", STREAMED)
 def test_the_name_and_long_texts_do_not_wait_for_the_end(name: str) -> None:
     text = WRITERS[name](("text", "word " * 200), ("size", "3"))
     cut = text[: len(text) // 2]
@@ -150,7 +258,7 @@ def test_the_name_and_long_texts_do_not_wait_for_the_end(name: str) -> None:
     assert not so_far.endswith('"}')
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "muse_spark"])
 def test_forced_calls_stream(name: str) -> None:
     tokenizer = make_tokenizer(
         added=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -159,7 +267,7 @@ def test_forced_calls_stream(name: str) -> None:
     grammar = GrammarCompiler(tokenizer).compile(
         force_tool_calls(tokenizer, parser, TOOLS, is_parallel=name == "minimax_m2").spec
     )
-    model = RandomModel(tokenizer, ("\n</parameter>\n", "</parameter>\n", "</arg_value>\n"))
+    model = RandomModel(tokenizer, ("\n</parameter>\n", "</parameter>\n", "</arg_value>\n", "</param>", "]]></param>"))
     num_checked = 0
     for seed in range(30):
         ids = model.write(grammar.start(), seed, max_tokens=500)
@@ -168,18 +276,14 @@ def test_forced_calls_stream(name: str) -> None:
         num_checked += 1
         pieces = [tokenizer.token_text(token_id) for token_id in ids]
         text = "".join(pieces)
-        regions = [parser.start + region for region in text.split(parser.start)[1:]]
-        content, calls = streamed(name, pieces)
-        assert content == ""
-        expected = [call for region in regions for call in whole(name, region)]
-        assert [(called, json.loads("".join(fragments))) for called, fragments in calls] == expected
+        assert read(name, pieces) == read(name, [text])
     assert num_checked >= 10
 
 
 def test_several_calls_of_one_region_follow_the_first() -> None:
     one = minimax(("text", "some words"))
     text = one.replace("</minimax:tool_call>", '<invoke name="stop">\n</invoke>\n</minimax:tool_call>')
-    check("minimax_m2", text, text)
+    assert read("minimax_m2", text) == [("write", {"text": "some words"}), ("stop", {})]
 
 
 def test_a_broken_end_closes_what_has_come() -> None:

@@ -1,0 +1,151 @@
+"""Reads calls whose arguments are between tags, while the model writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlx_server.engine.tools.formats import Parameter, Tool, ToolFormat
+from mlx_server.engine.tools.values import ALL_KINDS, TEXT, ValueTypes, parameter_types, read_value
+
+
+def read_calls(form: ToolFormat, parameter: Parameter, tools: Sequence[Tool], body: str) -> Iterator[Mapping[str, str]]:
+    """Yields the name and the arguments' JSON text of each call in a region. Raises `ValueError` if the text is not
+    written as `form` says."""
+    while body.strip():
+        reader = TaggedCallReader(form, parameter, tools)
+        arguments = reader.follow(body)
+        after = re.compile(_pattern(form.after)).match(body, reader.end) if reader.end is not None else None
+        if reader.name is None or after is None:
+            raise ValueError("not a tool call")
+        yield {"name": reader.name, "arguments": arguments + reader.finish({})}
+        body = body[after.end() :]
+
+
+class TaggedCallReader:
+    r"""Converts the arguments of the first call of a region to JSON text: for `<function=f>\n<parameter=path>\n/etc/a`
+    it is `{"path": "/etc/a`.
+
+    Arguments that can only be texts come while they are written, others when they are complete. Each piece is read only
+    once, so the cost of long arguments is proportional to their length.
+    """
+
+    def __init__(self, form: ToolFormat, parameter: Parameter, tools: Sequence[Tool]) -> None:
+        # A name without an end of its own ends where the first argument begins.
+        ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
+        self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
+        self._opening = re.compile(_pattern(parameter.before))
+        self._parameter = parameter
+        self._has_line_breaks = parameter.before.endswith("\n")
+        self._tools = tools
+        self._at = 0
+        self._searched = 0  # there is no closing before this position
+        self._key: str | None = None  # of the argument that begins at `_at`; None between arguments
+        self._types = ValueTypes(ALL_KINDS)  # of this argument's value
+        self._shown: int | None = None  # the end of the part of its text that is written; None before the beginning
+        self._written: set[str] = set()
+        self.name: str | None = None
+
+    @property
+    def end(self) -> int | None:
+        """Where the arguments that were read end; None within one."""
+        return self._at if self._key is None else None
+
+    def follow(self, body: str) -> str:
+        """Takes the region's text so far, and returns the JSON text that was not returned before."""
+        return "".join(self._pieces(body))
+
+    def finish(self, arguments: Mapping[str, Any]) -> str:
+        """Returns the remaining JSON text at the end of the region. `arguments` are those that are known of the
+        call."""
+        pieces = [] if self._shown is None else ['"']
+        pieces += [self._argument(key, value) for key, value in arguments.items() if key not in self._written]
+        return "".join([*pieces, "}" if self._written else "{}"])
+
+    def _pieces(self, body: str) -> Iterator[str]:
+        if self.name is None:
+            head = self._head.match(body)
+            if head is None:
+                return
+            self.name, self._at = head["name"], head.end()
+        while True:
+            if self._key is None:
+                opening = self._opening.match(body, self._at)
+                if opening is None:
+                    return
+                self._key, self._at = opening["key"], opening.end()
+                types = parameter_types(self._tools, self.name, self._key)
+                self._types = ValueTypes(self._parameter.untyped) if types.kinds == ALL_KINDS else types
+            closing = self._closing(body)
+            end = body.find(closing, max(self._at, self._searched))
+            if self._types.kinds == TEXT and not self._parameter.has_cdata:
+                yield from self._text(self._key, body, closing, end)
+            if end < 0:
+                self._searched = len(body) - len(closing) + 1
+                return
+            yield self._close(self._key, body, end)
+            self._key, self._shown, self._at = None, None, end + len(closing)
+
+    def _closing(self, body: str) -> str:
+        closing = self._parameter.after.strip()
+        is_section = self._parameter.has_cdata and _CDATA.match(body, self._at) is not None
+        return f"]]>{closing}" if is_section else closing
+
+    def _text(self, key: str, body: str, closing: str, end: int) -> Iterator[str]:
+        """Writes the certain part of a text. It ends at `end`; if that is negative, the end is unknown: `closing` may
+        have begun."""
+        stop = len(body) - _overlap(body, closing) if end < 0 else end
+        if self._shown is None:
+            if stop == self._at and end < 0:
+                return  # a line break may follow, which is not of the text
+            yield self._key_text(key) + '"'
+            self._shown = self._at + (self._has_line_breaks and body.startswith("\n", self._at, stop))
+        if self._has_line_breaks:
+            stop -= body.endswith("\n", self._shown, stop)
+        if stop > self._shown:
+            yield json.dumps(body[self._shown : stop], ensure_ascii=False)[1:-1]
+            self._shown = stop
+
+    def _close(self, key: str, body: str, end: int) -> str:
+        """Ends the argument whose text ends at `end`."""
+        if self._shown is not None:
+            return '"'
+        text = body[self._at : end]
+        if self._has_line_breaks:
+            text = text.removeprefix("\n").removesuffix("\n")
+        section = _CDATA.match(text) if self._parameter.has_cdata else None
+        if section is not None:
+            text = text[section.end() :]
+        return self._argument(key, read_value(text, self._types))
+
+    def _argument(self, key: str, value: Any) -> str:
+        return self._key_text(key) + json.dumps(value, ensure_ascii=False)
+
+    def _key_text(self, key: str) -> str:
+        separator = ", " if self._written else "{"
+        self._written.add(key)
+        return f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+
+
+_CDATA = re.compile(r"\s*<!\[CDATA\[")
+
+
+_FIELDS = {"name": r'[^\s<>"]+', "key": r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?'}
+
+
+def _pattern(template: str) -> str:
+    r"""A regex for `template`, with any white space for its line breaks, and a group for each field:
+    `<f={name}>\n` becomes `\s*<f=(?P<name>[^\s<>"]+)>`."""
+    lines = [re.escape(line) for line in template.split("\n") if line]
+    pattern = r"\s*" + r"\s*".join(lines)
+    return re.sub(r"\\{(\w+)\\}", lambda field: f"(?P<{field[1]}>{_FIELDS[field[1]]})", pattern)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """How many characters at the end of `text` are the beginning of `marker`."""
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0 and not marker.startswith(text[start:]):
+        start = text.find(marker[0], start + 1)
+    return len(text) - start if start >= 0 else 0

@@ -1,0 +1,176 @@
+"""Arguments between tags: which types their values may have by the function's schema, and what a text means.
+
+Such formats write texts without quotes, so `12` is a number or a text as the schema says.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from mlx_server.engine.grammar.schema import referenced
+
+TEXT = frozenset(("string",))
+STRUCTURES = frozenset(("string", "null", "array", "object"))
+ALL_KINDS = STRUCTURES | {"boolean", "integer", "number"}
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTypes:
+    """What a schema lets a value be: JSON's types (with `number`, `integer` as well), and the only strings; None allows
+    any."""
+
+    kinds: frozenset[str]
+    texts: tuple[str, ...] | None = None
+
+
+_ANYTHING = ValueTypes(ALL_KINDS)
+_NOTHING = ValueTypes(frozenset(), ())
+
+_NAMES = {
+    "number": frozenset(("number", "integer")),
+    "float": frozenset(("number", "integer")),
+    "int": frozenset(("integer",)),
+    "str": TEXT,
+    "text": TEXT,
+    "bool": frozenset(("boolean",)),
+    "list": frozenset(("array",)),
+    "dict": frozenset(("object",)),
+} | {kind: frozenset((kind,)) for kind in ALL_KINDS - {"number"}}
+"""Types by their names in schemas; clients also send those of Python, and capitals."""
+
+
+def parameter_types(tools: Iterable[Any], function: str | None, key: str) -> ValueTypes:
+    """The types of one argument in a call of one of `tools`, which may be anything. Anything is allowed for an argument
+    that is not declared."""
+    for tool in tools:
+        declared = member(tool, "function")
+        if member(declared, "name") == function:
+            root = member(declared, "parameters")
+            try:
+                return value_types(member(member(root, "properties"), key), root)
+            except RecursionError:
+                break
+    return _ANYTHING
+
+
+def value_types(schema: Any, root: Any) -> ValueTypes:
+    """The types that a part of the schema `root` allows: anything if it does not say, or contradicts itself. Raises
+    `RecursionError`."""
+    types = _Resolver(root).types(schema)
+    return types if types.kinds else _ANYTHING
+
+
+class _Resolver:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[str, ValueTypes] = {}
+
+    def types(self, schema: Any) -> ValueTypes:
+        return reduce(_both, self._parts(schema), _ANYTHING)
+
+    def _parts(self, schema: Any) -> Iterator[ValueTypes]:
+        """What each keyword allows."""
+        types, reference = member(schema, "type"), member(schema, "$ref")
+        if isinstance(types, str):
+            yield _named(types)
+        elif isinstance(types, list):
+            yield _either(map(_named, types))
+        if isinstance(member(schema, "enum"), list):
+            yield _either(map(_constant, schema["enum"]))
+        if isinstance(schema, Mapping) and "const" in schema:
+            yield _constant(schema["const"])
+        if isinstance(reference, str):
+            yield self._referenced(reference)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(member(schema, key), list):
+                yield _either(map(self.types, schema[key]))
+        if isinstance(member(schema, "allOf"), list):
+            yield from map(self.types, schema["allOf"])
+
+    def _referenced(self, reference: str) -> ValueTypes:
+        if reference not in self._known:
+            self._known[reference] = _NOTHING  # within itself: a circle adds nothing
+            self._known[reference] = self.types(referenced(self._root, reference))
+        return self._known[reference]
+
+
+def _either(choices: Iterable[ValueTypes]) -> ValueTypes:
+    parts = list(choices)
+    kinds = frozenset[str]().union(*(part.kinds for part in parts))
+    if any(part.texts is None for part in parts):
+        return ValueTypes(kinds)
+    return ValueTypes(kinds, tuple(dict.fromkeys(text for part in parts for text in part.texts or ())))
+
+
+def _both(one: ValueTypes, other: ValueTypes) -> ValueTypes:
+    kinds, texts = one.kinds & other.kinds, other.texts if one.texts is None else one.texts
+    if one.texts is not None and other.texts is not None:
+        allowed = set(other.texts)
+        texts = tuple(text for text in one.texts if text in allowed)
+    return ValueTypes(kinds - TEXT if texts == () else kinds, texts)
+
+
+def _named(name: Any) -> ValueTypes:
+    kinds = _NAMES.get(name.lower(), ALL_KINDS) if isinstance(name, str) else ALL_KINDS
+    return ValueTypes(kinds, None if "string" in kinds else ())
+
+
+def _constant(value: Any) -> ValueTypes:
+    kinds = {_kind(value), "number"} if isinstance(value, float) else {_kind(value)}
+    return ValueTypes(frozenset(kinds), (value,) if isinstance(value, str) else ())
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+    return "none of JSON's"
+
+
+def read_value(text: str, types: ValueTypes) -> Any:
+    """What `text` means: a value of one of the types, in JSON's notation, otherwise the text itself. Where not every
+    text may be given, Python's notation counts, too, and words in any case."""
+    if types.kinds != TEXT and text not in (types.texts or ()):
+        for value in _values(text.strip(), is_strict="string" in types.kinds and types.texts is None):
+            kind = _kind(value)
+            if kind in types.kinds and kind != "string":
+                return int(value) if kind == "integer" and "number" not in types.kinds else value
+    return text
+
+
+def _values(text: str, *, is_strict: bool) -> Iterator[Any]:
+    yield _WORDS.get(text, text) if is_strict else _LOWER_WORDS.get(text.lower(), text)
+    for read in _READERS[:1] if is_strict else _READERS:
+        try:
+            value = read(text)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # JSON must be able to write it
+        except Exception:  # whatever a reader raises, the text is no such value
+            continue
+        yield value
+
+
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_LOWER_WORDS = {word.lower(): value for word, value in _WORDS.items()}
+_READERS: tuple[Callable[[str], Any], ...] = (lambda text: json.loads(text, strict=False), ast.literal_eval)
+
+
+def member(value: Any, key: str) -> Any:
+    """`value[key]` of a part of a client's schema, which may be anything; None if it has no such member."""
+    return value.get(key) if isinstance(value, Mapping) else None
