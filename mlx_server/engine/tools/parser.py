@@ -117,7 +117,9 @@ class ToolCallExtractor:
             self._body = ""
             self._num_streamed = 0
             if self._format.read_parameter is not None:
-                self._parameters = TaggedCallReader(self._format, self._format.read_parameter, self._tools)
+                self._parameters = TaggedCallReader(
+                    self._format, self._format.read_parameter, self._tools, self._parser.end
+                )
             self._read = self._read_body
         return scan.rest
 

@@ -29,16 +29,17 @@ class TaggedCallReader:
     it is `{"path": "/etc/a`.
 
     Arguments that can only be texts come while they are written, others when they are complete. Each piece is read only
-    once, so the cost of long arguments is proportional to their length.
+    once, so the cost of long arguments is proportional to their length. `end_marker` ends the region, if it may follow.
     """
 
-    def __init__(self, form: ToolFormat, parameter: Parameter, tools: Sequence[Tool]) -> None:
+    def __init__(self, form: ToolFormat, parameter: Parameter, tools: Sequence[Tool], end_marker: str = "") -> None:
         # A name without an end of its own ends where the first argument begins.
         ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
         self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
         self._opening = re.compile(_pattern(parameter.before))
         self._parameter = parameter
         self._has_line_breaks = parameter.before.endswith("\n")
+        self._end_marker = end_marker
         self._tools = tools
         self._at = 0
         self._searched = 0  # there is no closing before this position
@@ -94,9 +95,10 @@ class TaggedCallReader:
         return f"]]>{closing}" if is_section else closing
 
     def _text(self, key: str, body: str, closing: str, end: int) -> Iterator[str]:
-        """Writes the certain part of a text. It ends at `end`; if that is negative, the end is unknown: `closing` may
-        have begun."""
-        stop = len(body) - _overlap(body, closing) if end < 0 else end
+        """Writes the certain part of a text. It ends at `end`; if that is negative, the end is unknown: what ends it
+        may have begun."""
+        unknown = max(_overlap(body, marker) for marker in (closing, self._end_marker) if marker)
+        stop = len(body) - unknown if end < 0 else end
         if self._shown is None:
             if stop == self._at and end < 0:
                 return  # a line break may follow, which is not of the text

@@ -293,3 +293,8 @@ def test_a_broken_end_closes_what_has_come() -> None:
     text = text.replace("some words\n</parameter>", "some words")
     _, ((called, fragments),) = streamed("qwen3_coder", text)
     assert json.loads("".join(fragments))["text"].startswith("some words")
+
+
+def test_a_text_without_an_end_ends_with_its_region() -> None:
+    text = "<tool_call>\n<function=write>\n<parameter=text>\n<function=f></tool_call>"
+    assert read("qwen3_coder", text) == read("qwen3_coder", [text]) == [("write", {"text": "<function=f>"})]
