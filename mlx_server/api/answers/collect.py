@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
 from mlx_server.engine.tools.parser import ToolCallDelta
+from mlx_server.engine.tools.untagged import JsonObjectCursor
 from mlx_server.outputs import PositionLogprobs
 
 
@@ -20,11 +21,13 @@ def whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; empty if the output ended inside them."""
+    """A call's arguments as an object; empty if the output ended inside them. Complete ones that are not JSON are under
+    the key `invalid_json`, as the model sees them in the history."""
     try:
         parsed = json.loads(arguments)
     except ValueError:
-        return {}
+        is_cut = not arguments or JsonObjectCursor().feed(arguments)[1] is None
+        return {} if is_cut else {"invalid_json": arguments}
     return parsed if isinstance(parsed, dict) else {}
 
 

@@ -139,12 +139,12 @@ class ToolCallExtractor:
         return self._body[after:]
 
     def _read_arguments(self, text: str) -> str:
-        length = self._json.feed(text)
-        if length is not None:
-            self._read = self._read_body
-        fragment = text[:length]
+        fragment, rest = self._json.feed(text)
         self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
-        return text[len(fragment) :]
+        if rest is None:
+            return ""
+        self._read = self._read_body
+        return rest
 
     def _read_head(self) -> str | None:
         """Begins a streamed call if the body has its head, and returns the text after it: the beginning of the

@@ -15,7 +15,7 @@ _AFTER_NAME = (',"arguments":{', ',"parameters":{')
 _MAX_HEAD_CHARS = 512
 _SPACES = re.compile(r"\s+")
 _BRACKET = re.compile(r'["{}\[\]]')
-_IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
+_IN_STRING = re.compile(r'["\x00-\x1f]|\\.?', re.DOTALL)
 
 
 class JsonObjectCursor:
@@ -26,21 +26,25 @@ class JsonObjectCursor:
         self._in_string = False
         self._is_escaped = False
 
-    def feed(self, text: str) -> int | None:
-        """Returns how many characters of `text` belong to the object if its end is among them, else None. `text` is not
-        empty."""
-        at, self._is_escaped = int(self._is_escaped), False
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Takes more text, which is not empty: its part of the object, and what follows the object's end, None before
+        that. Line breaks and other control characters in strings, which models forget to escape, come escaped."""
+        pieces: list[str] = []
+        start, at, self._is_escaped = 0, int(self._is_escaped), False
         while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
             mark, at = found.group(), found.end()
             if mark == '"':
                 self._in_string = not self._in_string
+            elif self._in_string and mark < " ":
+                pieces += (text[start : found.start()], json.dumps(mark)[1:-1])
+                start = at
             elif self._in_string:
                 self._is_escaped = mark == "\\"  # the escaped character is in the next piece
             else:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
-                    return at
-        return None
+                    return "".join((*pieces, text[start:at])), text[at:]
+        return "".join((*pieces, text[start:])), None
 
 
 class UntaggedCalls:
@@ -77,13 +81,13 @@ class UntaggedCalls:
 
     def _follow(self, cursor: JsonObjectCursor, text: str, done: list[str]) -> str:
         """Passes the call on; returns the text after it."""
-        length = cursor.feed(text)
-        if length is None:
-            done.append(text)
+        part, rest = cursor.feed(text)
+        done.append(part)
+        if rest is None:
             return ""
-        done += (text[:length], self._end)
+        done.append(self._end)
         self._cursor, self._is_after_call = None, True
-        return text[length:]
+        return rest
 
     def _look(self, text: str, done: list[str]) -> str:
         """Holds text back until it is known whether a call begins; then returns the call's text."""

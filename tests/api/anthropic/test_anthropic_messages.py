@@ -184,6 +184,22 @@ async def test_several_tools_are_called_unless_only_one_may_be(world: World, cli
         assert len({call.id for call in calls}) == len(calls)
 
 
+async def test_arguments_with_a_line_break_in_a_text_are_repaired(world: World, client: anthropic.AsyncAnthropic):
+    """Models forget to escape it; the client's library would refuse the stream."""
+    world.engine.script = say(CALL.replace("Rome", "Ro\nme"))
+    asked = {"model": "fake", "max_tokens": 100, "messages": user("Hi"), "tools": [WEATHER]}
+    message = await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    assert message.content[0].input == streamed.content[0].input == {"city": "Ro\nme"}
+
+
+async def test_complete_arguments_that_are_no_json_are_not_lost(world: World, client: anthropic.AsyncAnthropic):
+    world.engine.script = say(CALL.replace('"Rome"', '"Rome",'))
+    message = await client.messages.create(model="fake", max_tokens=100, messages=user("Hi"), tools=[WEATHER])
+    assert message.content[0].input == {"invalid_json": '{"city": "Rome",}'}
+
+
 async def test_arguments_that_break_off_are_an_empty_object(world: World, client: anthropic.AsyncAnthropic):
     world.engine.script = say(CALL)
     message = await client.messages.create(model="fake", max_tokens=45, messages=user("Hi"), tools=[WEATHER])

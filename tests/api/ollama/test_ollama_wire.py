@@ -10,6 +10,7 @@ import pytest
 
 from mlx_server.api.ollama.request import NOT_ENFORCED_HEADER
 from mlx_server.config import Config, ServerConfig
+from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.errors import EngineDeadError
 from mlx_server.sampling_params import SamplingParams
 from tests.api.fakes import say
@@ -309,6 +310,7 @@ async def test_a_model_that_cannot_think_says_so(world: World):
     from tests.text_worlds import make_tokenizer
 
     world.engine.tokenizer = make_tokenizer(added=("<tool_call>", "</tool_call>"))
+    world.engine.chat = ChatFormatter(world.engine.tokenizer)
     assert "does not support thinking" in await refusal(world, "/api/chat", 400, messages=user("Hi"), think=True)
     assert "does not support thinking" in await refusal(world, "/api/generate", 400, prompt="Hi", think="low")
     await ask(world, "/api/chat", messages=user("Hi"), think=False)

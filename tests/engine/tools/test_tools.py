@@ -98,6 +98,10 @@ CALLS: list[tuple[str, list[tuple[str, Any]]]] = [
     (tag('{"name": "f\\n\\u00e9", "arguments": {}}'), [("f\né", {})]),
     (tag('{"name": "f", "arguments": {"a": "</tool_call>{\\""}}'), [("f", {"a": '</tool_call>{"'})]),
     (tag('{"name": "f", "arguments": {"a": "\\ud83d"}}'), [("f", {"a": "\ud83d"})]),  # streamed as it was spelled
+    (
+        tag('{"name": "f",\n "arguments": {"a":\n "x\ny\t\\nz\\\\",\n "b": "\x1b"}}'),
+        [("f", {"a": "x\ny\t\nz\\", "b": "\x1b"})],
+    ),
     (tag('{"id": 7, "name": "f"}'), [("f", {})]),
     (tag('[{"name": "a"}, {"name": "b"}]'), [("a", {}), ("b", {})]),
     (tag('{"name": "a", "arguments": {}}\n{"name": "b", "arguments": {}}'), [("a", {}), ("b", {})]),
@@ -147,6 +151,7 @@ UNTAGGED_CASES: list[tuple[str, str, list[tuple[str, Any]]]] = [
     (f"```json\n{BARE}\n```\n```json\n{BARE}\n```", "", [WEATHER, WEATHER]),
     (json.dumps({"name": "get_weather", "arguments": {"city": "Paris"}}, indent=4), "", [WEATHER]),
     (f"{BARE}\nI have asked.", "I have asked.", [WEATHER]),
+    (BARE.replace("Paris", "Par\nis"), "", [("get_weather", {"city": "Par\nis"})]),
     (BARE.replace("arguments", "parameters"), "", [WEATHER]),
     # Not calls of an offered tool, or not at the beginning.
     (BARE.replace("get_weather", "get_weathers"), BARE.replace("get_weather", "get_weathers"), []),
