@@ -61,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         return _report(config, args.report, args.seconds)
     for topic, describe in _topics(config).items():
-        for index, line in enumerate(describe()):
+        try:
+            lines = describe()
+        except ServeError as error:
+            lines = [error.message]
+        for index, line in enumerate(lines):
             print(f"{topic if index == 0 else '':<10} {line}", flush=True)
     return 0
 
@@ -134,10 +138,7 @@ def _attention() -> list[str]:
 
 
 def _port(server: ServerConfig) -> str:
-    try:
-        listen(server).close()
-    except ServeError as error:
-        return str(error)
+    listen(server).close()
     return f"{server.host}:{server.port} is free"
 
 

@@ -9,6 +9,7 @@ import json
 import sqlite3
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,7 +27,7 @@ _HEADER = ("id", "tier", "created", "last used", "requests", "prompt", "output",
 
 def add_create(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", default=None, help="a tier of the configuration; default: `api_key_tier`")
-    parser.add_argument("--label", default="", help="text in the list: the owner or the purpose of the key")
+    parser.add_argument("--label", type=_label, default="", help="text in the list: the key's owner or purpose")
     _add_key_flags(parser)
 
 
@@ -112,6 +113,13 @@ def run_rotate(args: argparse.Namespace) -> int:
     with _open_keys(config_from(args)) as file:
         _print_key(file.rotate(args.id), file.record(args.id).tier)
     return 0
+
+
+def _label(text: str) -> str:
+    """A text that a terminal shows in one line as it is."""
+    if {"Cc", "Cs"} & set(map(unicodedata.category, text)):  # surrogates stand for bytes that are not UTF-8
+        raise argparse.ArgumentTypeError("it must be UTF-8 text in one line, without control characters")
+    return text
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:

@@ -282,6 +282,14 @@ def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
     assert "mine: 0.01 GB" in shown
 
 
+def test_doctor_goes_on_after_a_key_file_that_cannot_be_read(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_SERVE_SERVER_KEY_FILE", str(tmp_path))
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert f"\nadmins     {tmp_path} cannot be read as a file of keys: " in shown
+    assert "\nmodels " in shown
+
+
 @pytest.mark.parametrize(("wire", "words"), [("off", "memory is not wired: "), ("on", "memory is wired (--")])
 def test_doctor_tells_on_a_mac_whether_memory_is_wired(capsys, monkeypatch, wire, words):
 

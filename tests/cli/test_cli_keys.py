@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -149,6 +150,40 @@ def test_a_file_that_cannot_be_made_is_reported(keys):
     keys.path.parent.write_text("a file where a folder should be")
     keys.run("create", status=1)
     assert "cannot be changed" in keys.errors
+
+
+def test_on_a_full_disk_no_file_is_left(keys: Keys) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        assert keys.run("create", status=1) == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"The keys in {keys.path} cannot be changed: " in keys.errors
+    keys.run("list", status=1)
+    assert "There are no keys yet" in keys.errors
+    assert keys.create()
+
+
+def test_in_a_folder_that_cannot_be_written_the_remedy_is_named(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a read-only file system: SQLite cannot make its files there."""
+    keys.create()
+    keys.path.with_name("keys.sqlite-wal").mkdir()
+    keys.run("list", status=2)
+    assert f"{keys.path} cannot be read as a file of keys: unable to open database file." in keys.errors
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK)
+    keys.run("list", status=2)
+    assert f"SQLite has to write beside it, and {keys.path.parent} is not writable" in keys.errors
+    assert "--key-file" in keys.errors
+
+
+@pytest.mark.parametrize("label", ["two\nlines", "\x1b[31mred", "\udcff"])
+def test_a_label_that_would_spoil_the_list_is_refused(keys: Keys, label: str) -> None:
+    keys.run("create", "--label", label, status=2)
+    assert "--label" in keys.errors
+    assert "control characters" in keys.errors
+    assert not keys.path.exists()
+    keys.create("--label", "Zoë’s\u3000👩\u200d💻")
 
 
 def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):

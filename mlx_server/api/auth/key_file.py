@@ -8,6 +8,7 @@ A secret has 256 random bits, so it cannot be guessed and a fast hash is enough.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
@@ -114,26 +115,22 @@ class KeyFile:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=timeout_s)
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
         except sqlite3.Error as error:
-            raise ConfigError(f"{path} cannot be read as a file of keys: {error}.") from error
+            raise ConfigError(f"{path} cannot be read as a file of keys: {error}.{_hint(path)}") from error
         if version != _FORMAT:
             self._db.close()
             raise ConfigError(f"{path} is not a file of keys that this version can read (format {version}).")
 
     @classmethod
     def create(cls, path: Path) -> KeyFile:
-        """Opens the file at `path`, after creating it if it does not exist. Only its owner can read it."""
+        """Opens the file at `path`, after creating it if it does not exist. Only its owner can read it. One that cannot
+        be written whole is not there afterwards: raises `OSError` or `sqlite3.Error`."""
+        path = Path(os.path.realpath(path))  # a link stays one
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():  # SQLite would take the log of a deleted file for this one's
-            for leftover in ("-wal", "-shm"):
-                path.with_name(path.name + leftover).unlink(missing_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        with contextlib.closing(sqlite3.connect(path)) as db, contextlib.suppress(sqlite3.DatabaseError):
-            if db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,):
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute(_TABLE)
-                db.execute(f"PRAGMA user_version = {_FORMAT}")
-                db.commit()
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        with os.fdopen(lock, "wb"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists() or path.stat().st_size == 0:
+                _write_empty(path)
         return cls(path)
 
     def __enter__(self) -> KeyFile:
@@ -199,6 +196,31 @@ class KeyFile:
                     for key_id, used in usage.items()
                 ],
             )
+
+
+def _write_empty(path: Path) -> None:
+    """Puts a file without keys at `path`, in one step. One process at a time."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # left by a process that was killed
+    try:
+        with contextlib.closing(sqlite3.connect(new)) as db:
+            db.executescript(f"{_TABLE}; PRAGMA user_version = {_FORMAT}; PRAGMA journal_mode = WAL")
+        new.chmod(0o600)
+        for leftover in ("-wal", "-shm"):  # SQLite would take the log of a deleted file for this one's
+            path.with_name(path.name + leftover).unlink(missing_ok=True)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _hint(path: Path) -> str:
+    """The remedy for a file that SQLite cannot open, if the reason is its folder."""
+    if os.access(path.parent, os.W_OK) or not os.access(path, os.F_OK):
+        return ""
+    return (
+        f" SQLite has to write beside it, and {path.parent} is not writable: copy it to a folder that is, and give the "
+        "copy with --key-file."
+    )
 
 
 def _digest(salt: bytes, secret: str) -> bytes:
