@@ -18,6 +18,8 @@ def check_combinations(config: Config) -> None:
     has_draft = config.model.draft_model or any("draft_model" in entry.overrides for entry in config.models)
     if config.scheduler.speculate == "model" and not has_draft:
         raise ConfigError("speculate is `model`, but no model has a draft_model; give one with --draft-model.")
+    if config.server.port and config.server.ollama_port == config.server.port:
+        raise ConfigError(f"--ollama-port is {config.server.port}, and so is --port: choose another one for either.")
     if config.server.api_key_tier not in config.tiers:
         name = config.server.api_key_tier
         raise ConfigError(f"api_key_tier is {name}, which is not declared{nearest(name, config.tiers)}")

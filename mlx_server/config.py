@@ -1,7 +1,7 @@
 """Every setting, declared once: its name, type, default, limits and help. Files, environment and flags follow from it.
 
-Precedence: flags over environment (`MLX_SERVE_<SECTION>_<NAME>`) over the TOML file over the defaults. Unknown keys are
-errors that name the nearest known key. Nothing here changes after start.
+Precedence: flags over environment (`MLX_SERVE_<SECTION>_<NAME>`) over the TOML file over the defaults. Unknown keys
+and variables are errors that name the nearest known one. Nothing here changes after start.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -21,10 +21,10 @@ from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
 from mlx_server.model_entries import Adapter, ModelEntry, parse_adapters, read_models
 from mlx_server.setting import (
-    ENV_PREFIX,
     STRICT,
     UNQUOTED,
     Limit,
+    Name,
     Setting,
     Share,
     Size,
@@ -40,6 +40,7 @@ from mlx_server.setting import (
     parse_size,
     read_table,
     read_text,
+    refuse_unknown_variables,
 )
 from mlx_server.tiers import DEFAULT_TIER, Tier, default_tiers, read_tiers
 
@@ -217,7 +218,7 @@ class SchedulerConfig:
 class ServerConfig:
     """[server]: the HTTP side."""
 
-    host: str = declare("127.0.0.1", "address to listen on")
+    host: Name = declare("127.0.0.1", "address to listen on")
     port: int = declare(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
     ollama_port: int | None = declare(
         None, "second port, for clients that look for Ollama, usually 11434; default: none", ge=1, le=65535
@@ -383,7 +384,7 @@ def load_config(
     config = Config() if path is None else _file_config(path)
     environ = os.environ if environ is None else environ
     flags = flags or {}
-    _check_environment(environ)
+    refuse_unknown_variables(environ, [setting.env for setting in settings()])
     for setting in settings():
         given = {setting.env: environ.get(setting.env), setting.flag: joined(flags.get(setting.name))}
         for source, value in given.items():
@@ -401,15 +402,6 @@ def _replaced(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Confi
         section: dataclasses.replace(getattr(config, section), **values) for section, values in changes.items()
     }
     return dataclasses.replace(config, **sections)
-
-
-def _check_environment(environ: Iterable[str]) -> None:
-    """Refuses a variable that has the name of a section but not of a setting."""
-    known = [setting.env for setting in settings()]
-    prefixes = tuple(f"{ENV_PREFIX}{section}_".upper() for section in _SECTIONS)
-    for name in environ:
-        if name.startswith(prefixes) and name not in known:
-            raise ConfigError(f"Unknown environment variable {name}{nearest(name, known)}")
 
 
 def _file_config(path: Path) -> Config:

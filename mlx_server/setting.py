@@ -20,6 +20,10 @@ from mlx_server.errors import ConfigError, did_you_mean
 
 ANY_ORIGIN = "*"
 ENV_PREFIX = "MLX_SERVE_"
+_OTHER_VARIABLES = [
+    f"{ENV_PREFIX}{name}" for name in ("HOME", "URL", "API_KEY", "KEY", "LAUNCH_KEY", "CPU_THREADS", "CPU_ISA")
+]
+"""Of commands and libraries, and `MLX_SERVE_KEY` of docs/clients.md."""
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How pydantic checks sections, whether they come from code or from a file."""
@@ -192,6 +196,17 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> No
     for name in given:
         if name not in known:
             raise ConfigError(f"{where}: unknown key {name}{nearest(name, known)}")
+
+
+def refuse_unknown_variables(environ: Iterable[str], settings: Iterable[str]) -> None:
+    """Raises `ConfigError` for a variable with our prefix that nothing reads; the message names the nearest of
+    `settings`, the variables of settings."""
+    known = {*settings, *_OTHER_VARIABLES}
+    # Kubernetes sets variables for each service, which begin with its name.
+    services = tuple(name.removesuffix("SERVICE_HOST") for name in environ if name.endswith("_SERVICE_HOST"))
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(services):
+            raise ConfigError(f"Unknown environment variable {name}{nearest(name, settings)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,7 @@ def test_a_wrong_value_is_refused_with_the_value_and_what_is_wanted(tmp_path, na
         ("port", "high", "'high'; it should be a valid integer"),
         ("port", "1.5", "'1.5'; it should be a valid integer"),
         ("port", "", "''; it should be a valid integer"),
+        ("host", "", "''; it should have at least 1 character"),
         ("max_connections", "0", "'0'; it should be greater than or equal to 1"),
         ("aging_rate", "nan", "'nan'; it should be a finite number"),
         ("drain_timeout_s", "inf", "'inf'; it should be a finite number"),
@@ -326,13 +328,25 @@ def test_of_a_store_s_url_no_secret_is_shown(tmp_path, url: str, shown: str | No
     assert "sesame" not in words
 
 
-def test_a_misspelt_variable_is_refused_with_the_nearest(tmp_path):
-    words = refusal(tmp_path, environ={"MLX_SERVE_SERVER_PROT": "1"})
-    assert "MLX_SERVE_SERVER_PROT; did you mean MLX_SERVE_SERVER_PORT?" in words
+@pytest.mark.parametrize("name", ["MLX_SERVE_SERVER_PROT", "MLX_SERVE_SERVR_PORT", "MLX_SERVE_PORT"])
+def test_a_misspelt_variable_is_refused_with_the_nearest(tmp_path, name):
+    words = refusal(tmp_path, environ={name: "1"})
+    assert f"{name}; did you mean MLX_SERVE_SERVER_PORT?" in words
 
 
 def test_variables_that_are_no_settings_are_left_alone(tmp_path):
-    assert load(tmp_path, environ={"MLX_SERVE_HOME": "/x", "MLX_SERVE_CPU_THREADS": "1"}) == Config()
+    sources = [path for folder in ("mlx_server", "scripts", "packaging") for path in (ROOT / folder).rglob("*.*")]
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in sources if path.is_file())
+    named = {name for text in texts for name in re.findall(r"\bMLX_SERVE_[A-Z_]*[A-Z]\b", text)}
+    others = named - {setting.env for setting in settings()}
+    assert {"MLX_SERVE_HOME", "MLX_SERVE_CPU_THREADS", "MLX_SERVE_LAUNCH_KEY"} <= others
+    assert load(tmp_path, environ=dict.fromkeys(others, "1")) == Config()
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_left_alone(tmp_path):
+    environ = {"MLX_SERVE_GPU_SERVICE_HOST": "10.0.0.1", "MLX_SERVE_GPU_PORT": "tcp://10.0.0.1:8000"}
+    assert load(tmp_path, environ=environ) == Config()
+    assert "MLX_SERVE_CPU_PORT" in refusal(tmp_path, environ={**environ, "MLX_SERVE_CPU_PORT": "1"})
 
 
 def test_an_empty_key_is_no_key(tmp_path):

@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mlx_server.api.auth.keys import KeyRing
+from mlx_server.api.http.listener import check_tls
 from mlx_server.combinations import without_effect
 from mlx_server.config import Config, load_config, settings
 from mlx_server.errors import ConfigError
@@ -37,7 +39,8 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Shows the effective settings (from the defaults, --config, the environment and the flags) as TOML.
+    """Shows the effective settings (from the defaults, --config, the environment and the flags) as TOML, after checking
+    them and the files of keys and certificates that they name.
 
     examples:
       mlx-serve config check my.toml
@@ -48,6 +51,8 @@ def run_check(args: argparse.Namespace) -> int:
             raise ConfigError(f"The file is {args.file}, and --config is {args.config}: give one of them.")
         args.config = args.file
     config = config_from(args)
+    check_tls(config.server)
+    KeyRing(config)  # reads the files of keys
     print(effective_document(config), end="")
     for fault in without_effect(config):
         print(f"mlx-serve: warning: {fault}", file=sys.stderr)

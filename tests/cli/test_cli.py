@@ -14,7 +14,6 @@ import pytest
 
 from mlx_server import config
 from mlx_server.api.http import listener
-from mlx_server.api.http.listener import listen_all
 from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group, main, run
 from mlx_server.config import Config, ServerConfig, load_config, settings
@@ -186,11 +185,6 @@ def test_a_wrong_setting_is_refused_before_anything_starts(served, capsys, argv,
     assert served == []
 
 
-def test_one_port_for_two_protocols_is_refused():
-    with pytest.raises(ConfigError, match="--ollama-port is 18777, and so is --port"):
-        listen_all(ServerConfig(port=18777, ollama_port=18777))
-
-
 @pytest.mark.parametrize(("held", "asked"), [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1"), ("::1", "::")])
 def test_an_occupied_port_is_noticed_where_the_system_gives_it_twice(held, asked, monkeypatch):
     """As macOS does for another address of the port, with SO_REUSEADDR."""
@@ -237,10 +231,21 @@ def test_config_check_takes_the_file_as_a_bare_word(capsys, tmp_path):
     assert "and --config is other.toml" in capsys.readouterr().err
 
 
-def test_config_check_refuses_what_serve_would(capsys, tmp_path):
-    (tmp_path / "bad.toml").write_text("[server]\nprot = 1\n")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "did you mean port?"),
+        ('tls_cert = "x"', "tls_cert is set and tls_key is not"),
+        ('tls_cert = "x"\ntls_key = "x"', "tls_cert: x cannot be read"),
+        ('admin_key_file = "x"', "admin_key_file: x cannot be read"),
+        ('key_file = "x"', "key_file: x does not exist"),
+        ("ollama_port = 8000", "--ollama-port is 8000, and so is --port"),
+    ],
+)
+def test_config_check_refuses_what_serve_would(capsys, tmp_path, text, words):
+    (tmp_path / "bad.toml").write_text(f"[server]\n{text}\n")
     assert main(["config", "check", "--config", str(tmp_path / "bad.toml")]) == 2
-    assert "did you mean port?" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_config_default_prints_the_file(capsys):

@@ -22,8 +22,6 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def listen_all(server: ServerConfig) -> list[socket.socket]:
     """Sockets that listen at the configured ports: the server's own, and Ollama's if that is set. Raises `ServeError`
     with the remedy."""
-    if server.port and server.ollama_port == server.port:
-        raise ConfigError(f"--ollama-port is {server.port}, and so is --port: choose another one for either.")
     own = listen(server)
     if server.ollama_port is None:
         return [own]
