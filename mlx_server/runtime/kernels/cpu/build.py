@@ -62,6 +62,10 @@ def build(
     builder = _Builder(find_compiler(), tuple(link))
     library = folder / f"{name}-{builder.key(units, versions)}.so"
     try:
+        for left in folder.glob(f"{_SCRATCH}*"):  # by a process that was killed
+            with contextlib.suppress(OSError):  # another process has removed it meanwhile
+                if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+                    shutil.rmtree(left, ignore_errors=True)
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             logger.info("Compiling %s for this machine, once; it takes some seconds.", name)
@@ -85,10 +89,6 @@ class _Builder:
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
     def make(self, units: Sequence[Unit], library: Path) -> None:
-        for left in library.parent.glob(f"{_SCRATCH}*"):  # by a process that was killed
-            with contextlib.suppress(OSError):  # another process has removed it meanwhile
-                if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
-                    shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
             objects = [Path(scratch, f"{index}.o") for index in range(len(units))]
             self._compile_all(units, objects)
