@@ -3,11 +3,13 @@ that share a model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_server.config import Config, ModelConfig
-from mlx_server.errors import ModelNotFoundError
+from mlx_server.errors import DownloadError, ModelLoadError, ModelNotFoundError
 from mlx_server.runtime.layers.adapters import merged_adapter
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
@@ -27,6 +29,15 @@ class PoolRoom:
 def find_model(settings: ModelConfig) -> Path | None:
     """The folder of a model, which is fetched or converted first if necessary; None for random weights. Any thread."""
     return find_folder(settings.model, settings.dtype, settings.quantize, trust_remote_code=settings.trust_remote_code)
+
+
+@contextmanager
+def draft_model_named() -> Iterator[None]:
+    """Names the setting in errors about a draft model, which would be taken for the model itself."""
+    try:
+        yield
+    except (ModelLoadError, DownloadError) as error:
+        raise type(error)(f"--draft-model: {error.message}") from error
 
 
 def read_model(settings: ModelConfig, folder: Path | None, group: Group | None = None) -> Pieces[LoadedModel]:

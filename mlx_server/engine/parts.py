@@ -29,7 +29,7 @@ from mlx_server.engine.draft_parts import (
     make_speculation,
 )
 from mlx_server.engine.embeddings import InputReader, Pooling
-from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner, read_model
+from mlx_server.engine.loading import PoolRoom, draft_model_named, find_model, make_model_runner, read_model
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
@@ -226,7 +226,8 @@ async def _load_parts(
     draft_config, loaded_draft = config.draft_model, None
     if draft_config is not None:
         tokenizer = None if text is None else text.tokenizer
-        loaded_draft = given.draft_model or await load_draft_model(draft_config, loaded, tokenizer, run)
+        with draft_model_named():
+            loaded_draft = given.draft_model or await load_draft_model(draft_config, loaded, tokenizer, run)
     elif (draft_config := config.heads) is not None:
         loaded_draft = await load_model_head(config, loaded, share, run)
     room = PoolRoom(config.scheduler.max_num_seqs * limit, share.kv_limit_bytes, share.kv_room_bytes)

@@ -261,6 +261,15 @@ def test_a_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
         load_config(environ={}, flags={"speculate": "model"})
 
 
+def test_the_setting_is_named_when_the_draft_model_cannot_be_loaded(tmp_path: Path) -> None:
+    target, draft = _folder(tmp_path / "target"), Path(_folder(tmp_path / "draft"))
+    with pytest.raises(ModelLoadError, match=rf"^--draft-model: There is no model {tmp_path}/none: "):
+        LLM(target, draft_model=str(tmp_path / "none"))
+    (draft / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"^--draft-model: "):
+        LLM(target, draft_model=str(draft))
+
+
 def test_its_pool_grows_only_while_there_is_plenty_of_memory() -> None:
     """The model's own pool comes first."""
     with make_llm("llama", speculate="model", draft_model=loaded("qwen3", 7)) as llm:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
-from mlx_server.engine.loading import find_model
+from mlx_server.engine.loading import draft_model_named, find_model
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
@@ -265,7 +265,10 @@ def estimate_need(config: Config) -> MemoryNeed:
     need = _estimate_model(config)
     if heads is not None:
         return need.plus(heads)
-    return need if config.draft_model is None else need.plus(_estimate_model(config.draft_model))
+    if config.draft_model is None:
+        return need
+    with draft_model_named():
+        return need.plus(_estimate_model(config.draft_model))
 
 
 def _needed_heads(config: Config) -> MemoryNeed:
