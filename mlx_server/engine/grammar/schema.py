@@ -328,7 +328,7 @@ def referenced(root: Any, reference: str) -> Any:
     target = root
     for step in reference.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+        if isinstance(target, list) and name.isdecimal() and len(name) < 10 and int(name) < len(target):
             target = target[int(name)]
         elif isinstance(target, Mapping) and name in target:
             target = target[name]

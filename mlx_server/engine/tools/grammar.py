@@ -9,13 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.engine.grammar.schema import adapted_schema, changed_schema, check_patterns, checked_schema, referenced
+from mlx_server.engine.grammar.schema import (
+    MAX_SOURCE_CHARS,
+    adapted_schema,
+    changed_schema,
+    check_patterns,
+    checked_schema,
+    referenced,
+)
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.grammar.structural_tag import terminal as _terminal
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Notation, Parameter, Tool, ToolFormat, ToolParser
-from mlx_server.engine.tools.values import ALL_KINDS, ValueTypes, value_types
+from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
+from mlx_server.engine.tools.notations import NUMBER_KEYWORDS, NotationWriter
+from mlx_server.engine.tools.values import ALL_KINDS, TypeResolver, ValueTypes
 from mlx_server.errors import InvalidRequestError
 
 
@@ -28,6 +36,9 @@ class ForcedCalls:
 
 
 _PLAIN = r"/[^<&\n]*/"
+_MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
+"""How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
+for which no room is left are free, as without a schema."""
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
 
 
@@ -83,6 +94,7 @@ class _CallGrammar:
         self._writer = writer
         self._parser = parser
         self._format = form
+        self._room = _MAX_JSON_CHARS
         self._json_options = {**json_options(None), "lenient": True}
 
     def write(self, tools: Sequence[Tool], max_calls: int) -> str:
@@ -158,7 +170,7 @@ class _CallGrammar:
             return self._parameters(schema, self._format.parameter, where)
         if self._format.notation is None:
             return json_expression({"type": "object", **schema}, self._json_options)
-        written = _NotationWriter(self._writer, self._format.notation, schema).arguments()
+        written = NotationWriter(self._writer, self._format.notation, schema).arguments()
         if written is None:
             raise self._unwritable(f"{where} requires arguments whose names or types", where)
         return written
@@ -173,25 +185,30 @@ class _CallGrammar:
     def _parameters(self, schema: Mapping[str, Any], parameter: Parameter, where: str) -> str:
         required = schema.get("required", ())
         written = []
+        arguments = _TaggedArguments(schema)
         for key, value_schema in schema.get("properties", {}).items():
             if TAG_SAFE.fullmatch(key) is None:
                 if key in required:
                     raise self._unwritable(f"{where} requires {key!r}, which", where)
                 continue
-            expression = self._parameter(key, value_schema, schema, parameter)
+            expression = self._parameter(key, value_schema, arguments, parameter)
             written.append(expression if key in required else f"({expression})?")
         return " ".join(written) or '""'
 
-    def _parameter(self, key: str, schema: Any, root: Mapping[str, Any], parameter: Parameter) -> str:
+    def _parameter(self, key: str, schema: Any, arguments: _TaggedArguments, parameter: Parameter) -> str:
         """Matches one argument, and what precedes and follows it."""
-        types = value_types(schema, root)
+        types = arguments.types.whole(schema)
         kinds = _written_kinds(types)
         if types.kinds == ALL_KINDS or ("string" in types.kinds and types.texts is None and not parameter.is_typed):
             kinds = []  # any text may be given, and is read as what it looks like
-        groups = [[kind] for kind in kinds] if parameter.is_typed else [kinds]
-        values = [(group[0], self._json(schema, root, group, parameter.after)) for group in groups if group]
+        values: list[tuple[str, str]] = []
+        for group in [[kind] for kind in kinds] if parameter.is_typed else filter(None, [kinds]):
+            if (value := self._json(schema, arguments, group, parameter.after)) is None:
+                types = ValueTypes(ALL_KINDS)
+            else:
+                values.append((group[0], value))
         if "string" in types.kinds:
-            values.insert(0, ("string", self._text(schema, types.texts, parameter)))
+            values.insert(0, ("string", self._text(schema, types.texts, arguments, parameter)))
         written: dict[str, list[str]] = {}  # values by what precedes them
         for kind, value in values:
             before = parameter.before.format(key=key, type="number" if kind == "integer" else kind)
@@ -199,27 +216,48 @@ class _CallGrammar:
         literal = self._writer.literal
         return alternatives(f"{literal(before)} {alternatives(choices)}" for before, choices in written.items())
 
-    def _json(self, schema: Mapping[str, Any], root: Mapping[str, Any], kinds: Sequence[str], after: str) -> str:
-        """Matches a value of one of these kinds, as JSON, and what follows it."""
+    def _json(self, schema: Mapping[str, Any], arguments: _TaggedArguments, kinds: list[str], after: str) -> str | None:
+        """Matches a value of one of these kinds, as JSON, and what follows it. None if there is no room for its schema
+        with all definitions."""
+        given = json.dumps((schema, kinds), sort_keys=True)
+        if given not in arguments.written:
+            arguments.written[given] = self._new_json(schema, arguments.root, kinds, after)
+        return arguments.written[given]
+
+    def _new_json(self, schema: Mapping[str, Any], root: Any, kinds: list[str], after: str) -> str | None:
         has_token = self._writer.begins_with_added_token(after)
         names: dict[str, str] = {}  # of the definitions, by references
+        pending: list[str] = []
 
         def change(inner: dict[str, Any]) -> None:
             _limit_number(inner)
             if not has_token:
                 _exclude_closing_tags(inner)
-            if isinstance(inner.get("$ref"), str):
-                inner["$ref"] = f"#/$defs/{names.setdefault(inner['$ref'], str(len(names)))}"
+            reference = inner.get("$ref")
+            if isinstance(reference, str):
+                if reference not in names:
+                    names[reference] = str(len(names))
+                    pending.append(reference)
+                inner["$ref"] = f"#/$defs/{names[reference]}"
 
         whole = changed_schema({**schema, "type": kinds}, change)
-        definitions: list[Any] = []
-        while len(definitions) < len(names):
-            reference = list(names)[len(definitions)]
-            definitions.append(changed_schema(referenced(root, reference), change))
-        whole["$defs"] = dict(zip(names.values(), definitions, strict=True))
-        return f"{json_expression(whole, self._json_options)} {self._writer.literal(after)}"
+        definitions: dict[str, Any] = {}
+        while pending and self._room > 0:
+            reference = pending.pop()
+            definitions[names[reference]] = changed_schema(referenced(root, reference), change)
+            self._room -= len(json.dumps(definitions[names[reference]]))
+        expression = json_expression({**whole, "$defs": definitions}, self._json_options)
+        self._room -= len(json.dumps(whole))
+        return None if self._room < 0 else self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
 
-    def _text(self, schema: Any, texts: Sequence[str] | None, parameter: Parameter) -> str:
+    def _any_of(self, texts: Sequence[str], after: str) -> str:
+        return self._writer.rule(
+            "value", f"{alternatives(map(self._writer.literal, texts))} {self._writer.literal(after)}"
+        )
+
+    def _text(
+        self, schema: Any, texts: tuple[str, ...] | None, arguments: _TaggedArguments, parameter: Parameter
+    ) -> str:
         """Matches an unquoted string, one of `texts` if not None, and what follows it. It ends at the first `after`."""
         after = parameter.after
         if self._has_pattern:
@@ -229,13 +267,26 @@ class _CallGrammar:
             # One terminal: llguidance never backtracks to an earlier end of the text.
             return self._writer.rule("REGEX", _terminal(pattern + re.escape(after)))
         if texts is not None:
-            written = [_cdata(text) if parameter.has_cdata else text for text in texts]
-            return f"{alternatives(map(self._writer.literal, written))} {self._writer.literal(after)}"
+            if texts not in arguments.written:
+                self._room -= sum(map(len, texts))
+                written = [_cdata(text) if parameter.has_cdata else text for text in texts] if self._room >= 0 else []
+                arguments.written[texts] = self._any_of(written, after) if written else None
+            if (expression := arguments.written[texts]) is not None:
+                return expression
         if not parameter.has_cdata:
             return self._writer.text_until(after)
         plain = f"{self._writer.rule('PLAIN', _PLAIN)} {self._writer.literal(after)}"
         section = f"{self._writer.literal('<![CDATA[')} {self._writer.text_until(']]>' + after)}"
         return alternatives((plain, section))
+
+
+class _TaggedArguments:
+    """The arguments of one function, by its schema; equal ones are written once."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = root
+        self.types = TypeResolver(root)
+        self.written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
 
 
 def _exclude_closing_tags(schema: dict[str, Any]) -> None:
@@ -259,161 +310,11 @@ def _written_kinds(types: ValueTypes) -> list[str]:
     return sorted(types.kinds - covered, key=lambda kind: (kind == "null", kind))
 
 
-_NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
-_NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
-"""Without JSON's exponents: some such numbers are too large for any parser."""
 _LARGEST = 9 * 10**18
 """The largest bound that llguidance takes."""
-_WORD = re.compile(r"\w+", re.ASCII)
 
 
 def _limit_number(schema: dict[str, Any]) -> None:
     """Numbers with bounds have no exponents, either."""
-    if _may_be(schema, "number") and schema.keys().isdisjoint((*_NUMBER_KEYWORDS, *_DECIDED)):
+    if _may_be(schema, "number") and schema.keys().isdisjoint((*NUMBER_KEYWORDS, *_DECIDED)):
         schema |= {"minimum": -_LARGEST, "maximum": _LARGEST}
-
-
-class _NotationWriter:
-    """Writes the values of one tool's schema. Limits on lengths, and patterns, are left out: they are hints."""
-
-    def __init__(self, writer: LarkWriter, notation: Notation, schema: Mapping[str, Any]) -> None:
-        self._writer = writer
-        self._notation = notation
-        self._schema = schema
-        self._references: dict[str, str] = {}
-        self._any: str | None = None
-
-    def arguments(self) -> str | None:
-        """Matches all arguments; None if the notation cannot express a required one."""
-        required = self._schema.get("required", ())
-        properties = {
-            key: schema
-            for key, schema in self._schema.get("properties", {}).items()
-            if self._notation.keys.fullmatch(key) and self._can_write(schema)
-        }
-        if any(key not in properties for key in required):
-            return None
-        return self._members(properties, required, self._notation.argument)
-
-    def _can_write(self, schema: Any) -> bool:
-        if self._notation.member is not None:
-            return True
-        types = schema.get("type") if isinstance(schema, Mapping) else None
-        return isinstance(types, str) and types not in ("array", "object")
-
-    def _members(self, properties: Mapping[str, Any], required: Sequence[str], before: str) -> str:
-        """Matches the required members and any of the others, in order, with separators between them."""
-        separator = self._writer.literal(self._notation.separator)
-        first = rest = '""'  # what may follow before the first member, and after it
-        for key, schema in reversed(list(properties.items())):
-            member = self._writer.rule("member", f"{self._key(before, key)} {self.value(schema)}")
-            begun = f"{member} {rest}"
-            if key in required:
-                first, rest = begun, self._writer.rule("rest", f"{separator} {begun}")
-            else:
-                first = self._writer.rule("first", f"{begun} | {first}")
-                rest = self._writer.rule("rest", f"({separator} {member})? {rest}")
-        return first
-
-    def _key(self, before: str, key: str) -> str:
-        """Quotes keys that are not words, which parsers of bare keys cannot read."""
-        is_bare = before == "{key}:" and _WORD.fullmatch(key) is None
-        return self._writer.literal(before.format(key=json.dumps(key) if is_bare else key))
-
-    def value(self, schema: Any) -> str:
-        """Matches one value that fits `schema`."""
-        if not isinstance(schema, Mapping):
-            return self._anything()
-        if "$ref" in schema:
-            return self._referenced(str(schema["$ref"]))
-        if "const" in schema:
-            return self._constant(schema["const"])
-        if schema.get("enum"):
-            return alternatives(map(self._constant, schema["enum"]))
-        choices = schema.get("anyOf") or schema.get("oneOf")
-        if choices:
-            return alternatives(map(self.value, choices))
-        types = schema.get("type")
-        if isinstance(types, list):
-            return alternatives(self._of_type(kind, schema) for kind in types)
-        return self._of_type(types, schema)
-
-    def _of_type(self, kind: Any, schema: Mapping[str, Any]) -> str:
-        match kind:
-            case "string":
-                return self._text()
-            case "integer" | "number":
-                bounds = {name: schema[name] for name in _NUMBER_KEYWORDS if name in schema}
-                if bounds:
-                    return json_expression({"type": kind, **bounds}, {"lenient": True})
-                return self._writer.rule("NUMBER", _INTEGER if kind == "integer" else _NUMBER)
-            case "boolean":
-                return self._words(self._notation.booleans)
-            case "null":
-                return self._words(self._notation.nulls)
-            case "array":
-                return self._array(self.value(schema.get("items", True)))
-            case "object" if schema.get("properties"):
-                return self._object(
-                    self._members(schema["properties"], schema.get("required", ()), self._notation.member or "")
-                )
-            case "object":
-                return self._free_object()
-            case _:
-                return self._anything()
-
-    def _referenced(self, reference: str) -> str:
-        """Writes a rule for each referenced schema, since schemas may be recursive."""
-        if reference not in self._references:
-            if not reference.startswith("#/"):
-                return self._anything()
-            self._references[reference] = name = self._writer.declare("reference")
-            self._writer.define(name, self.value(referenced(self._schema, reference)))
-        return self._references[reference]
-
-    def _anything(self) -> str:
-        if self._notation.member is None:
-            return self._scalar()
-        if self._any is None:
-            self._any = self._writer.declare("any")
-            self._writer.define(self._any, f"{self._scalar()} | {self._array(self._any)} | {self._free_object()}")
-        return self._any
-
-    def _scalar(self) -> str:
-        words = self._words((*self._notation.booleans, *self._notation.nulls))
-        return alternatives([self._text(), self._writer.rule("NUMBER", _NUMBER), words])
-
-    def _free_object(self) -> str:
-        before, _, after = (self._notation.member or "").partition("{key}")
-        key = self._writer.rule("KEY", r"/\w{1,40}/")
-        member = f"{self._writer.literal(before)} {key} {self._writer.literal(after)} {self._anything()}"
-        return self._object(f"({self._list(self._writer.rule('member', member))})?")
-
-    def _array(self, item: str) -> str:
-        return f'"[" ({self._list(item)})? "]"'
-
-    def _object(self, members: str) -> str:
-        return f'"{{" {members} "}}"'
-
-    def _list(self, item: str) -> str:
-        return f"{item} ({self._writer.literal(self._notation.separator)} {item})*"
-
-    def _words(self, words: Sequence[str]) -> str:
-        return alternatives(map(self._writer.literal, words))
-
-    def _text(self) -> str:
-        quote = self._notation.quote
-        return f"{self._writer.literal(quote)} {self._writer.text_until(quote, self._notation.text)}"
-
-    def _constant(self, value: Any) -> str:
-        """Matches exactly `value`; objects and arrays match anything."""
-        if isinstance(value, str):
-            quote = self._notation.quote
-            written = json.dumps(value, ensure_ascii=False) if self._notation.is_escaped else quote + value + quote
-            return self._writer.literal(written)
-        if value is None:
-            return self._words(self._notation.nulls)
-        if isinstance(value, bool):
-            return self._words([word for word in self._notation.booleans if (word.lower() == "true") is value])
-        return self._writer.literal(json.dumps(value)) if isinstance(value, int | float) else self._anything()

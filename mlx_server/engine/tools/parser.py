@@ -17,7 +17,7 @@ from mlx_server.engine.text.detokenizer import StringScanner
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.tagged import TaggedCallReader, read_calls
 from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
-from mlx_server.engine.tools.values import member
+from mlx_server.engine.tools.values import ParameterTypes, member
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class ToolCallExtractor:
         self._format = FORMATS.get(parser.name) or ToolFormat(before="")
         names = [_function_name(tool) for tool in tools] if parser.name == JSON_TAGS.name else []
         self._untagged = UntaggedCalls(filter(None, names), parser.start, parser.end)
+        self._types = ParameterTypes(tools)
         self._parameters: TaggedCallReader | None = None
         self._outside = StringScanner([parser.start])
         self._read = self._read_content
@@ -118,7 +119,7 @@ class ToolCallExtractor:
             self._num_streamed = 0
             if self._format.read_parameter is not None:
                 self._parameters = TaggedCallReader(
-                    self._format, self._format.read_parameter, self._tools, self._parser.end
+                    self._format, self._format.read_parameter, self._types, self._parser.end
                 )
             self._read = self._read_body
         return scan.rest
@@ -203,7 +204,7 @@ class ToolCallExtractor:
     def _read_tagged(self, body: str) -> Iterable[Any]:
         if self._format.read_parameter is None:
             raise ValueError("not between tags")
-        return read_calls(self._format, self._format.read_parameter, self._tools, body)
+        return read_calls(self._format, self._format.read_parameter, self._types, body)
 
     def _read_any(self, body: str) -> Iterable[Any]:
         """What mlx-lm's parser reads, which knows more spellings than ours, but guesses values."""

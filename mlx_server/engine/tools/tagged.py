@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlx_server.engine.tools.formats import Parameter, Tool, ToolFormat
-from mlx_server.engine.tools.values import ALL_KINDS, TEXT, ValueTypes, parameter_types, read_value
+from mlx_server.engine.tools.formats import Parameter, ToolFormat
+from mlx_server.engine.tools.values import ALL_KINDS, TEXT, ParameterTypes, ValueTypes, read_value
 
 
-def read_calls(form: ToolFormat, parameter: Parameter, tools: Sequence[Tool], body: str) -> Iterator[Mapping[str, str]]:
+def read_calls(form: ToolFormat, parameter: Parameter, types: ParameterTypes, body: str) -> Iterator[Mapping[str, str]]:
     """Yields the name and the arguments' JSON text of each call in a region. Raises `ValueError` if the text is not
     written as `form` says."""
     while body.strip():
-        reader = TaggedCallReader(form, parameter, tools)
+        reader = TaggedCallReader(form, parameter, types)
         arguments = reader.follow(body)
         after = re.compile(_pattern(form.after)).match(body, reader.end) if reader.end is not None else None
         if reader.name is None or after is None:
@@ -32,7 +32,7 @@ class TaggedCallReader:
     once, so the cost of long arguments is proportional to their length. `end_marker` ends the region, if it may follow.
     """
 
-    def __init__(self, form: ToolFormat, parameter: Parameter, tools: Sequence[Tool], end_marker: str = "") -> None:
+    def __init__(self, form: ToolFormat, parameter: Parameter, types: ParameterTypes, end_marker: str = "") -> None:
         # A name without an end of its own ends where the first argument begins.
         ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
         self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
@@ -40,7 +40,7 @@ class TaggedCallReader:
         self._parameter = parameter
         self._has_line_breaks = parameter.before.endswith("\n")
         self._end_marker = end_marker
-        self._tools = tools
+        self._all_types = types
         self._at = 0
         self._searched = 0  # there is no closing before this position
         self._key: str | None = None  # of the argument that begins at `_at`; None between arguments
@@ -77,7 +77,7 @@ class TaggedCallReader:
                 if opening is None:
                     return
                 self._key, self._at = opening["key"], opening.end()
-                types = parameter_types(self._tools, self.name, self._key)
+                types = self._all_types.of(self.name, self._key)
                 self._types = ValueTypes(self._parameter.untyped) if types.kinds == ALL_KINDS else types
             closing = self._closing(body)
             end = body.find(closing, max(self._at, self._searched))
@@ -134,7 +134,7 @@ class TaggedCallReader:
 _CDATA = re.compile(r"\s*<!\[CDATA\[")
 
 
-_FIELDS = {"name": r'[^\s<>"]+', "key": r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?'}
+_FIELDS = {"name": r'[^\s<>"]+', "key": r'[^\s<>"](?:[^<>"\n]{0,255}[^\s<>"])?'}
 
 
 def _pattern(template: str) -> str:

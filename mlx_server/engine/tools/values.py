@@ -44,31 +44,46 @@ _NAMES = {
 """Types by their names in schemas; clients also send those of Python, and capitals."""
 
 
-def parameter_types(tools: Iterable[Any], function: str | None, key: str) -> ValueTypes:
-    """The types of one argument in a call of one of `tools`, which may be anything. Anything is allowed for an argument
-    that is not declared."""
-    for tool in tools:
-        declared = member(tool, "function")
-        if member(declared, "name") == function:
-            root = member(declared, "parameters")
+class ParameterTypes:
+    """The types of the arguments in calls of `tools`, which may be anything. Finds each once: schemas may be large, and
+    outputs long."""
+
+    def __init__(self, tools: Iterable[Any]) -> None:
+        self._schemas: dict[Any, Any] = {}
+        for tool in tools:
+            declared = member(tool, "function")
+            name = member(declared, "name")
+            if isinstance(name, str):
+                self._schemas.setdefault(name, member(declared, "parameters"))
+        self._resolvers = {name: TypeResolver(schema) for name, schema in self._schemas.items()}
+        self._known: dict[tuple[str, str], ValueTypes] = {}
+
+    def of(self, function: str, key: str) -> ValueTypes:
+        """Anything for an argument that is not declared. OpenAPI's `nullable` counts, too."""
+        if (function, key) not in self._known:
+            schema = member(member(self._schemas.get(function), "properties"), key)
             try:
-                return value_types(member(member(root, "properties"), key), root)
+                types = _ANYTHING if schema is None else self._resolvers[function].whole(schema)
             except RecursionError:
-                break
-    return _ANYTHING
+                types = _ANYTHING
+            if member(schema, "nullable") is True:
+                types = ValueTypes(types.kinds | {"null"}, types.texts)
+            self._known[function, key] = types
+        return self._known[function, key]
 
 
-def value_types(schema: Any, root: Any) -> ValueTypes:
-    """The types that a part of the schema `root` allows: anything if it does not say, or contradicts itself. Raises
-    `RecursionError`."""
-    types = _Resolver(root).types(schema)
-    return types if types.kinds else _ANYTHING
+class TypeResolver:
+    """Finds what parts of the schema `root` allow. Follows each reference once."""
 
-
-class _Resolver:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._known: dict[str, ValueTypes] = {}
+
+    def whole(self, schema: Any) -> ValueTypes:
+        """The types that `schema` allows: anything if it does not say, or contradicts itself. Raises
+        `RecursionError`."""
+        types = self.types(schema)
+        return types if types.kinds else _ANYTHING
 
     def types(self, schema: Any) -> ValueTypes:
         return reduce(_both, self._parts(schema), _ANYTHING)
@@ -137,7 +152,7 @@ def _kind(value: Any) -> str:
             return "integer" if value.is_integer() else "number"
         case str():
             return "string"
-        case list():
+        case list() | tuple():
             return "array"
         case dict():
             return "object"
@@ -146,11 +161,11 @@ def _kind(value: Any) -> str:
 
 def read_value(text: str, types: ValueTypes) -> Any:
     """What `text` means: a value of one of the types, in JSON's notation, otherwise the text itself. Where not every
-    text may be given, Python's notation counts, too, and words in any case."""
+    text may be given, Python's notation counts, too, and words in any case; and where none may be, null."""
     if types.kinds != TEXT and text not in (types.texts or ()):
         for value in _values(text.strip(), is_strict="string" in types.kinds and types.texts is None):
             kind = _kind(value)
-            if kind in types.kinds and kind != "string":
+            if (kind in types.kinds and kind != "string") or (kind == "null" and "string" not in types.kinds):
                 return int(value) if kind == "integer" and "number" not in types.kinds else value
     return text
 

@@ -15,6 +15,7 @@ from text_worlds import make_tokenizer
 from tool_worlds import parser_named
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS
 from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, find_reasoning_markers
 from mlx_server.engine.text.splitters import new_splitter
 from mlx_server.engine.tools.formats import JSON_TAGS, ToolParser
@@ -419,6 +420,37 @@ def test_an_argument_between_tags_follows_its_schema(name: str, schema: Any, kin
     for ((_, arguments),) in outputs:
         jsonschema.validate(arguments, parameters)
     assert kinds <= {type(arguments["a"]) for ((_, arguments),) in outputs}
+
+
+def _families(num_arguments: int, num_words: int) -> dict[str, Any]:
+    """Arguments that all refer to one family of definitions, at the end of a chain of them."""
+    definitions: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(20)}
+    definitions["d20"] = {"enum": [f"word{i}" for i in range(num_words)]}
+    definitions["tree"] = {
+        "type": "object",
+        "properties": {f"f{i}": {"anyOf": [{"$ref": "#/$defs/d0"}, {"type": "null"}]} for i in range(20)}
+        | {"and": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    }
+    trees = {f"t{i}": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]} for i in range(num_arguments)}
+    words = {f"w{i}": {"$ref": "#/$defs/d0"} for i in range(num_arguments)}
+    return {"type": "object", "properties": trees | words, "$defs": definitions}
+
+
+def test_what_many_arguments_refer_to_is_written_once() -> None:
+    """Each would bring all definitions, and a grammar may have 131,072 characters."""
+    one, many = (force("qwen3_coder", [tool("f", _families(count, 1000))]).spec.source for count in (1, 100))
+    assert len(many) < len(one) + 100 * 200
+    several = [tool(f"f{i}", _families(1, 1000)) for i in range(20)]
+    assert len(force("qwen3_coder", several).spec.source) < MAX_SOURCE_CHARS
+    assert COMPILERS[""].compile(force("qwen3_coder", [tool("f", _families(12, 100))]).spec)
+
+
+def test_arguments_whose_schemas_would_be_too_long_are_free() -> None:
+    forced = force("qwen3_coder", [tool("f", _families(2, 20_000))])
+    assert len(forced.spec.source) < 5000
+    cursor = COMPILERS[""].compile(forced.spec).start()
+    cursor.forced_tokens()
+    assert all(map(cursor.accept, CALL_WORLD.encode("parameter=t0>\nanything", add_special_tokens=False)))
 
 
 _KEYWORDS = (

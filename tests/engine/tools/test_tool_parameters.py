@@ -15,6 +15,7 @@ from tool_worlds import parser_named
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
+from mlx_server.engine.tools.values import TypeResolver
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -44,6 +45,8 @@ TOOLS: list[dict[str, Any]] = [
                     "First Name": {"type": "string"},
                     "odd": {"type": "string", "enum": [1]},
                     "python": {"type": "int"},
+                    "absent": {"type": "string", "nullable": True},
+                    "far": {"$ref": f"#/properties/level/enum/{'1' * 5000}"},
                 },
                 "required": ["text", "size"],
                 "$defs": {
@@ -189,6 +192,11 @@ READ: list[tuple[str, str, Any]] = [
     ("First Name", " 5 ", " 5 "),
     ("odd", "word", "word"),
     ("python", "5", 5),
+    ("size", "null", None),
+    ("absent", "null", None),
+    ("absent", "text", "text"),
+    ("far", "some words", "some words"),
+    ("names", "(1, 2)", [1, 2]),
 ]
 
 
@@ -216,6 +224,15 @@ def test_a_schema_that_refers_to_itself_adds_no_types() -> None:
     tools = [{"type": "function", "function": {"name": "write", "parameters": {"properties": {"size": circle}}}}]
     _, ((_, fragments),) = streamed("qwen3_coder", qwen(("size", "5")), tools)
     assert json.loads("".join(fragments)) == {"size": 5}
+
+
+def test_the_types_of_an_argument_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output may have it very often, and a schema may be large."""
+    found = []
+    whole = TypeResolver.whole
+    monkeypatch.setattr(TypeResolver, "whole", lambda self, schema: found.append(schema) or whole(self, schema))
+    assert len(read("qwen3_coder", list(qwen(*[("size", "5"), ("rate", "1")] * 20)))) == 1
+    assert len(found) == 2
 
 
 def test_a_section_may_hold_what_ends_an_argument() -> None:

@@ -1,0 +1,163 @@
+"""Grammars of arguments in notations of their own (Gemma's, Python's), by the schemas of tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_server.engine.grammar.schema import referenced
+from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression
+from mlx_server.engine.tools.formats import Notation
+
+NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
+"""Without JSON's exponents: some such numbers are too large for any parser."""
+_WORD = re.compile(r"\w+", re.ASCII)
+
+
+class NotationWriter:
+    """Writes the values of one tool's schema. Limits on lengths, and patterns, are left out: they are hints."""
+
+    def __init__(self, writer: LarkWriter, notation: Notation, schema: Mapping[str, Any]) -> None:
+        self._writer = writer
+        self._notation = notation
+        self._schema = schema
+        self._references: dict[str, str] = {}
+        self._any: str | None = None
+
+    def arguments(self) -> str | None:
+        """Matches all arguments; None if the notation cannot express a required one."""
+        required = self._schema.get("required", ())
+        properties = {
+            key: schema
+            for key, schema in self._schema.get("properties", {}).items()
+            if self._notation.keys.fullmatch(key) and self._can_write(schema)
+        }
+        if any(key not in properties for key in required):
+            return None
+        return self._members(properties, required, self._notation.argument)
+
+    def _can_write(self, schema: Any) -> bool:
+        if self._notation.member is not None:
+            return True
+        types = schema.get("type") if isinstance(schema, Mapping) else None
+        return isinstance(types, str) and types not in ("array", "object")
+
+    def _members(self, properties: Mapping[str, Any], required: Sequence[str], before: str) -> str:
+        """Matches the required members and any of the others, in order, with separators between them."""
+        separator = self._writer.literal(self._notation.separator)
+        first = rest = '""'  # what may follow before the first member, and after it
+        for key, schema in reversed(list(properties.items())):
+            member = self._writer.rule("member", f"{self._key(before, key)} {self.value(schema)}")
+            begun = f"{member} {rest}"
+            if key in required:
+                first, rest = begun, self._writer.rule("rest", f"{separator} {begun}")
+            else:
+                first = self._writer.rule("first", f"{begun} | {first}")
+                rest = self._writer.rule("rest", f"({separator} {member})? {rest}")
+        return first
+
+    def _key(self, before: str, key: str) -> str:
+        """Quotes keys that are not words, which parsers of bare keys cannot read."""
+        is_bare = before == "{key}:" and _WORD.fullmatch(key) is None
+        return self._writer.literal(before.format(key=json.dumps(key) if is_bare else key))
+
+    def value(self, schema: Any) -> str:
+        """Matches one value that fits `schema`."""
+        if not isinstance(schema, Mapping):
+            return self._anything()
+        if "$ref" in schema:
+            return self._referenced(str(schema["$ref"]))
+        if "const" in schema:
+            return self._constant(schema["const"])
+        if schema.get("enum"):
+            return alternatives(map(self._constant, schema["enum"]))
+        choices = schema.get("anyOf") or schema.get("oneOf")
+        if choices:
+            return alternatives(map(self.value, choices))
+        types = schema.get("type")
+        if isinstance(types, list):
+            return alternatives(self._of_type(kind, schema) for kind in types)
+        return self._of_type(types, schema)
+
+    def _of_type(self, kind: Any, schema: Mapping[str, Any]) -> str:
+        match kind:
+            case "string":
+                return self._text()
+            case "integer" | "number":
+                bounds = {name: schema[name] for name in NUMBER_KEYWORDS if name in schema}
+                if bounds:
+                    return json_expression({"type": kind, **bounds}, {"lenient": True})
+                return self._writer.rule("NUMBER", _INTEGER if kind == "integer" else _NUMBER)
+            case "boolean":
+                return self._words(self._notation.booleans)
+            case "null":
+                return self._words(self._notation.nulls)
+            case "array":
+                return self._array(self.value(schema.get("items", True)))
+            case "object" if schema.get("properties"):
+                return self._object(
+                    self._members(schema["properties"], schema.get("required", ()), self._notation.member or "")
+                )
+            case "object":
+                return self._free_object()
+            case _:
+                return self._anything()
+
+    def _referenced(self, reference: str) -> str:
+        """Writes a rule for each referenced schema, since schemas may be recursive."""
+        if reference not in self._references:
+            if not reference.startswith("#/"):
+                return self._anything()
+            self._references[reference] = name = self._writer.declare("reference")
+            self._writer.define(name, self.value(referenced(self._schema, reference)))
+        return self._references[reference]
+
+    def _anything(self) -> str:
+        if self._notation.member is None:
+            return self._scalar()
+        if self._any is None:
+            self._any = self._writer.declare("any")
+            self._writer.define(self._any, f"{self._scalar()} | {self._array(self._any)} | {self._free_object()}")
+        return self._any
+
+    def _scalar(self) -> str:
+        words = self._words((*self._notation.booleans, *self._notation.nulls))
+        return alternatives([self._text(), self._writer.rule("NUMBER", _NUMBER), words])
+
+    def _free_object(self) -> str:
+        before, _, after = (self._notation.member or "").partition("{key}")
+        key = self._writer.rule("KEY", r"/\w{1,40}/")
+        member = f"{self._writer.literal(before)} {key} {self._writer.literal(after)} {self._anything()}"
+        return self._object(f"({self._list(self._writer.rule('member', member))})?")
+
+    def _array(self, item: str) -> str:
+        return f'"[" ({self._list(item)})? "]"'
+
+    def _object(self, members: str) -> str:
+        return f'"{{" {members} "}}"'
+
+    def _list(self, item: str) -> str:
+        return f"{item} ({self._writer.literal(self._notation.separator)} {item})*"
+
+    def _words(self, words: Sequence[str]) -> str:
+        return alternatives(map(self._writer.literal, words))
+
+    def _text(self) -> str:
+        quote = self._notation.quote
+        return f"{self._writer.literal(quote)} {self._writer.text_until(quote, self._notation.text)}"
+
+    def _constant(self, value: Any) -> str:
+        """Matches exactly `value`; objects and arrays match anything."""
+        if isinstance(value, str):
+            quote = self._notation.quote
+            written = json.dumps(value, ensure_ascii=False) if self._notation.is_escaped else quote + value + quote
+            return self._writer.literal(written)
+        if value is None:
+            return self._words(self._notation.nulls)
+        if isinstance(value, bool):
+            return self._words([word for word in self._notation.booleans if (word.lower() == "true") is value])
+        return self._writer.literal(json.dumps(value)) if isinstance(value, int | float) else self._anything()
