@@ -17,6 +17,7 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from mlx_server.combinations import check_combinations
+from mlx_server.environment import expanded
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
 from mlx_server.model_entries import Adapter, ModelEntry, parse_adapters, read_models
@@ -438,5 +439,4 @@ def _check_one_way(given: Mapping[str, Any], models: tuple[ModelEntry, ...]) -> 
 
 def home() -> Path:
     """The folder of models and caches: `MLX_SERVE_HOME`, or a folder in the user's cache folder."""
-    configured = os.environ.get("MLX_SERVE_HOME")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "mlx-serve"
+    return expanded(os.environ.get("MLX_SERVE_HOME") or "~/.cache/mlx-serve")

@@ -1,13 +1,18 @@
-"""The process around the package: the installed version, what installs an extra, the operating system, the limit of
-open files, and environment variables that libraries read on import."""
+"""The process around the package: the installed version, what installs an extra, the operating system, home folders,
+standard streams, the limit of open files, and environment variables that libraries read on import."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import platform
 import resource
+import sys
 from importlib import metadata
+from pathlib import Path
+
+from mlx_server.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +32,30 @@ def install_command(extra: str) -> str:
 
 def is_mac() -> bool:
     return platform.system() == "Darwin"  # with `sys.platform`, type checkers would skip the code for other systems
+
+
+def expanded(path: str) -> Path:
+    """The path, with the home folder for a leading `~` or `~user`. Raises `ConfigError` if that is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path}: the home folder {Path(path).parts[0]} is unknown. Write the path in full, or set HOME; "
+            "MLX_SERVE_HOME is the folder of models and caches."
+        ) from error
+
+
+def open_streams() -> None:
+    """Opens closed standard streams to nowhere, before a file or a socket gets their numbers. From now on, reading
+    bytes or writing characters that have no place in a stream's encoding does not fail. Call it once, at the start of a
+    process."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is the stream's
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8", closefd=False))
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape" if mode == "r" else "backslashreplace")
 
 
 def raise_file_limit(wanted: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mlx_server.environment import expanded
 from mlx_server.errors import ConfigError
 from mlx_server.setting import STRICT, Name, keys, read_table, refuse_unknown
 
@@ -36,7 +37,7 @@ class Adapter(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return Path(self.folder).expanduser()
+        return expanded(self.folder)
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     for topic, describe in _topics(config).items():
         try:
             lines = describe()
-        except ServeError as error:
-            lines = [error.message]
+        except (OSError, ServeError) as error:
+            lines = [str(error)]
         for index, line in enumerate(lines):
             print(f"{topic if index == 0 else '':<10} {line}", flush=True)
     return 0
@@ -79,7 +79,11 @@ def _report(config: Config, path: Path, seconds: float) -> int:
     except OSError as error:
         raise ConfigError(f"--report: cannot write {path}: {error.strerror}.") from error
     text, is_ok = make_report(config, seconds, lambda title: print(f"{title} ...", flush=True))
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(text)
+        raise ServeError(f"--report: cannot write {path}: {error.strerror}. The report is printed instead.") from error
     print(f"{'All stages have passed' if is_ok else 'Some stages have failed'}: see {path}, and attach it to an issue.")
     return 0 if is_ok else 1
 

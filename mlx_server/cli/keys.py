@@ -47,7 +47,8 @@ def run_create(args: argparse.Namespace) -> int:
             f"--tier: there is no tier {tier} in the configuration (--config FILE){nearest(tier, config.tiers)}"
         )
     with _open_keys(config, creates=True) as file:
-        _print_key(file.add(tier, args.label), tier)
+        key = file.add(tier, args.label)
+    _print_key(key, tier)
     return 0
 
 
@@ -111,7 +112,8 @@ def run_rotate(args: argparse.Namespace) -> int:
       mlx-serve keys rotate 3f9c0a1b2c4d
     """
     with _open_keys(config_from(args)) as file:
-        _print_key(file.rotate(args.id), file.record(args.id).tier)
+        key, tier = file.rotate(args.id), file.record(args.id).tier
+    _print_key(key, tier)
     return 0
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_server.environment import quiet_libraries, version
+from mlx_server.environment import open_streams, quiet_libraries, version
 from mlx_server.errors import ConfigError, ServeError, did_you_mean
 
 EXIT_ERROR = 1
@@ -187,23 +187,39 @@ def _benchmarks() -> Group:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 2 for a wrong command line or setting, or 1 for another error."""
     quiet_libraries()
+    open_streams()
     try:
-        status = run(commands(), sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return status
+        try:
+            return run(commands(), sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
     except (UsageError, ConfigError) as error:
         return _fail(error, EXIT_USAGE)
     except ServeError as error:
         return _fail(error, EXIT_ERROR)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has left, as `head` does. Nothing more can be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has left, as `head` does
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # the last resort
+        _drop_output()
+        name = error.filename
+        if name is None and isinstance(error, FileNotFoundError):
+            name = "the current folder"  # of `os.getcwd`: it is deleted
+        reason = error.strerror or error
+        return _fail(f"{name}: {reason}." if name is not None else reason, EXIT_ERROR)
 
 
-def _fail(error: Exception, status: int) -> int:
+def _drop_output() -> None:
+    """Drops what cannot be written, or Python would try again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(error: object, status: int) -> int:
     print(f"mlx-serve: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 

@@ -19,6 +19,7 @@ from mlx_server.api.http.listener import listen_all
 from mlx_server.cli.config import add_setting_flags, config_from
 from mlx_server.cli.main import Parser
 from mlx_server.config import Config, home, settings
+from mlx_server.environment import expanded
 from mlx_server.errors import ServeError
 from mlx_server.observability.logs import leave, survive_lost_streams
 
@@ -107,7 +108,7 @@ def run_install(args: argparse.Namespace) -> int:
     if args.output is None and sys.platform != "darwin":
         raise ServeError("launchd is part of macOS. Elsewhere, give --output to write the agent's file only.")
     path: Path = args.output or agent_path()
-    agent = launch_agent(args.serve_options, config, log_folder=Path.home() / "Library" / "Logs")
+    agent = launch_agent(args.serve_options, config, log_folder=expanded("~/Library/Logs"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(plistlib.dumps(agent))
     print(f"{path} is written.")
@@ -136,7 +137,7 @@ def run_uninstall(args: argparse.Namespace) -> int:
 
 
 def agent_path() -> Path:
-    return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+    return expanded(f"~/Library/LaunchAgents/{LABEL}.plist")
 
 
 def launchctl(action: str) -> list[str]:

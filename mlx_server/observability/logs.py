@@ -70,13 +70,7 @@ def leave(status: int) -> NoReturn:
 
 def survive_lost_streams() -> None:
     """From now on, writing to `sys.stdout` or `sys.stderr` never fails: a server does not end because nobody reads its
-    log. If descriptors 0 to 2 are closed, they are opened to nowhere, so that no socket gets their numbers and receives
-    what libraries print. Call it once, at the start of a process."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
+    log. Call it once, after `open_streams`."""
     sys.stdout = _surviving(sys.stdout, 1)
     sys.stderr = _surviving(sys.stderr, 2)
 
@@ -90,10 +84,8 @@ class _Surviving(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _surviving(stream: TextIO | None, descriptor: int) -> TextIO:
-    if stream is not None:
-        with contextlib.suppress(OSError):
-            stream.flush()
+def _surviving(stream: TextIO, descriptor: int) -> TextIO:
+    with contextlib.suppress(OSError):
+        stream.flush()
     file = io.BufferedWriter(_Surviving(descriptor, "w", closefd=False))
-    encoding = "utf-8" if stream is None else stream.encoding
-    return io.TextIOWrapper(file, encoding=encoding, errors="backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(file, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.loading import ServedNames, served_names
 from mlx_server.engine.models.store import find_in, find_pulled, models_in, stored_models
+from mlx_server.environment import expanded
 from mlx_server.errors import ModelNotFoundError
 from mlx_server.model_entries import ModelEntry
 
@@ -125,8 +126,8 @@ class Catalog:
         """A sentence for each name in the settings that stands for nothing yet: folders of models, and models of tiers.
         Looks on disk."""
         for folder in _folders(self._config.pool):
-            if not folder.is_dir():
-                yield f"model_folders names {folder}, which is not a folder."
+            if not os.access(f"{folder}/", os.R_OK | os.X_OK):  # the slash is for files
+                yield f"model_folders names {folder}, which is not a folder that can be read."
         for tier in self._config.tiers.values():
             for name in tier.models or ():
                 try:
@@ -166,7 +167,7 @@ def _comparable(name: str) -> str:
 
 
 def _folders(pool: PoolConfig) -> list[Path]:
-    return [Path(folder).expanduser() for folder in (pool.model_folders or "").split(os.pathsep) if folder]
+    return [expanded(folder) for folder in (pool.model_folders or "").split(os.pathsep) if folder]
 
 
 def _configured(config: Config) -> Iterator[ModelSpec]:

@@ -145,8 +145,10 @@ def test_what_cannot_be_written_is_dropped(lost: str):
     """And no socket gets the number of a standard stream."""
     program = """
         import logging, os, socket, sys
+        from mlx_server.environment import open_streams
         from mlx_server.observability.logs import survive_lost_streams
 
+        open_streams()
         survive_lost_streams()
         assert socket.socket().fileno() > 2
         for stream in (sys.stdout, sys.stderr):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import re
 import socket
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -63,6 +67,37 @@ def test_an_error_is_one_line_without_a_traceback(probe, capsys, error, status):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"mlx-serve: error: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/locked/x"), "/locked/x: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError("status 500"), "status 500"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_with_the_files_name(probe, capsys, error, line):
+    probe.act = raising(error)
+    assert main(["probe"]) == 1
+    assert capsys.readouterr().err == f"mlx-serve: error: {line}\n"
+
+
+def test_a_current_folder_that_is_deleted_is_named(monkeypatch, capsys, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
+    assert capsys.readouterr().err == "mlx-serve: error: the current folder: No such file or directory.\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [["keys", "create", "--key-file", "~nosuch/x"], ["pull", "~nosuch/x"], ["cache", "ls"]], ids=" ".join
+)
+def test_a_home_folder_that_is_unknown_is_a_wrong_setting(monkeypatch, capsys, argv):
+    monkeypatch.setenv("MLX_SERVE_HOME", "~nosuch/x")
+    assert main(argv) == 2
+    assert "error: ~nosuch/x: the home folder ~nosuch is unknown. Write the path in full" in capsys.readouterr().err
 
 
 def test_our_own_bugs_are_not_hidden(probe):
@@ -287,11 +322,12 @@ def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
     assert "mine: 0.01 GB" in shown
 
 
-def test_doctor_goes_on_after_a_key_file_that_cannot_be_read(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_SERVE_SERVER_KEY_FILE", str(tmp_path))
+@pytest.mark.parametrize(("name", "words"), [("", "cannot be read as a file of keys"), ("x" * 300, "name too long")])
+def test_doctor_goes_on_after_a_key_file_that_cannot_be_read(capsys, monkeypatch, tmp_path, name, words):
+    monkeypatch.setenv("MLX_SERVE_SERVER_KEY_FILE", str(tmp_path / name))
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert f"\nadmins     {tmp_path} cannot be read as a file of keys: " in shown
+    assert re.search(rf"\nadmins     .*{words}", shown)
     assert "\nmodels " in shown
 
 
@@ -316,17 +352,27 @@ def test_doctor_tells_when_the_port_is_taken(capsys, monkeypatch):
     assert f"Cannot listen on 127.0.0.1:{taken_port}: Address already in use." in capsys.readouterr().out
 
 
+def in_a_process(*argv: str, closed: int | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, with one of the standard streams closed."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_server", *argv],
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=None if closed is None else lambda: os.close(closed),
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [(["bogus"], 2, "unknown command bogus"), (["pull", "bogus"], 1, "There is no model bogus")],
 )
 def test_the_module_is_the_command_and_says_one_line(argv, status, words):
-    command = [sys.executable, "-m", "mlx_server", *argv]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == status
-    assert ended.stderr.startswith(f"mlx-serve: error: {words}")
-    assert ended.stderr.count("\n") == 1
-    assert ended.stdout == ""
+    process = in_a_process(*argv)
+    assert (process.returncode, process.stdout) == (status, "")
+    assert process.stderr.startswith(f"mlx-serve: error: {words}")
+    assert process.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -350,6 +396,41 @@ def test_the_library_is_imported_without_a_word():
     script = "from mlx_server import LLM, SamplingParams"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("closed", "argv", "status", "line"),
+    [
+        (0, ["cache", "warm", "-"], 1, "mlx-serve: error: The file has no entries.\n"),
+        (0, ["chat", "--url", "http://127.0.0.1:9", "hi"], 1, "mlx-serve: error: No server answers at .*\n"),
+        (1, ["config", "default"], 0, ""),
+        (2, ["bogus"], 2, ""),
+    ],
+)
+def test_a_standard_stream_may_be_closed(closed, argv, status, line):
+    process = in_a_process(*argv, closed=closed)
+    assert (process.returncode, process.stdout) == (status, "")
+    assert re.fullmatch(line, process.stderr)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has this device")
+@pytest.mark.parametrize("argv", [["config", "default"], ["keys", "create"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(argv, tmp_path):
+    with open("/dev/full", "w") as full:
+        process = in_a_process(
+            *argv, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": "", "MLX_SERVE_HOME": str(tmp_path)}
+        )
+    assert process.returncode == 1
+    assert process.stderr.endswith("mlx-serve: error: No space left on device\n")
+    assert "Exception" not in process.stderr
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped():
+    process = in_a_process(
+        *("config", "check", "--served-model-name", "Zoë\udcff"), env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert r'served_model_name = "Zo\xeb\udcff"' in process.stdout
 
 
 def test_a_reader_that_leaves_early_is_no_error():

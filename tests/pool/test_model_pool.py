@@ -248,10 +248,11 @@ async def test_names_in_settings_that_stand_for_nothing_are_reported(tmp_path: P
     assert [sentence.split("`")[1] for sentence in found] == ["c:terse", "own", "pulled", "nope"]
     start = "[tiers.some] allows a model that is not served: The model `"
     assert all(sentence.startswith(start) for sentence in found)
-    folders = f"{tmp_path / 'folder'}:{tmp_path / 'none'}"
-    found = missing(model_folders=folders, pulled_models=True)
-    assert found[0] == f"model_folders names {tmp_path / 'none'}, which is not a folder."
-    assert [sentence.split("`")[1] for sentence in found[1:]] == ["c:terse", "nope"]
+    folders = [tmp_path / "folder", tmp_path / "none", tmp_path / ("x" * 300)]
+    found = missing(model_folders=":".join(map(str, folders)), pulled_models=True)
+    for folder in folders[1:]:
+        assert found.pop(0) == f"model_folders names {folder}, which is not a folder that can be read."
+    assert [sentence.split("`")[1] for sentence in found] == ["c:terse", "nope"]
 
 
 # --- loading ----------------------------------------------------------------------------------------------------

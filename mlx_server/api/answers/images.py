@@ -26,6 +26,7 @@ from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_executor
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
+from mlx_server.environment import expanded
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
 from mlx_server.setting import parse_hosts
 
@@ -56,7 +57,7 @@ class ImageLoader:
 
     def __init__(self, server: ServerConfig) -> None:
         self._hosts = frozenset(parse_hosts(server.allowed_media_domains))
-        self._folder = None if server.allowed_media_path is None else Path(server.allowed_media_path).expanduser()
+        self._folder = None if server.allowed_media_path is None else expanded(server.allowed_media_path)
         self._max_pixels = server.max_image_pixels
         self._slots = FairSlots(_NUM_THREADS)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="images")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mlx_server.api.auth.key_file import KeyFile, KeyText, Usage, parse_key
 from mlx_server.config import Config, ServerConfig, home
+from mlx_server.environment import expanded
 from mlx_server.errors import AuthenticationError, ConfigError, OverloadedError, PermissionDeniedError
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
@@ -246,7 +247,7 @@ def revocation(key_id: str) -> AuthenticationError:
 
 def key_file_path(server: ServerConfig) -> Path:
     """The path of the key file: as configured, or in the home folder."""
-    return home() / "keys.sqlite" if server.key_file is None else Path(server.key_file).expanduser()
+    return home() / "keys.sqlite" if server.key_file is None else expanded(server.key_file)
 
 
 def _secret(name: str, value: str | None, file: str | None) -> str | None:
@@ -255,7 +256,7 @@ def _secret(name: str, value: str | None, file: str | None) -> str | None:
     if value is not None:
         raise ConfigError(f"{name} and {name}_file are both set; keep one of them.")
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8").strip()
+        text = expanded(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}_file: {file} cannot be read: {error}.") from error
     if not text or len(text.splitlines()) != 1:

@@ -7,11 +7,10 @@ import os
 import socket
 import ssl
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mlx_server.config import ServerConfig
-from mlx_server.environment import is_mac
+from mlx_server.environment import expanded, is_mac
 from mlx_server.errors import ConfigError, ServeError
 
 _BACKLOG = 2048
@@ -87,10 +86,10 @@ def check_tls(server: ServerConfig) -> None:
         raise ConfigError(f"{given} is set and {missing} is not; give both, or neither for plain HTTP.")
     for name, value in (("tls_cert", server.tls_cert), ("tls_key", server.tls_key)):
         try:
-            Path(value).expanduser().read_bytes()
+            expanded(value).read_bytes()
         except OSError as error:
             raise ConfigError(f"{name}: {value} cannot be read: {error.strerror}.") from error
-    cert, key = (Path(value).expanduser() for value in (server.tls_cert, server.tls_key))
+    cert, key = (expanded(value) for value in (server.tls_cert, server.tls_key))
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_refuse_password)
     except ssl.SSLError as error:
@@ -103,7 +102,7 @@ def check_tls(server: ServerConfig) -> None:
 def tls_files(server: ServerConfig) -> tuple[str | None, str | None]:
     """The paths of the certificate and the key; None for plain HTTP."""
     files = (server.tls_cert, server.tls_key)
-    cert, key = (None if file is None else str(Path(file).expanduser()) for file in files)
+    cert, key = (None if file is None else str(expanded(file)) for file in files)
     return cert, key
 
 

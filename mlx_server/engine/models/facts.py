@@ -18,6 +18,7 @@ from mlx_server.engine.embeddings import capabilities
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.models.store import StoredModel, find_pulled
+from mlx_server.environment import expanded
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.models.blueprint import why_no_vision
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
@@ -85,7 +86,7 @@ class ModelFacts:
 def folder_of(model: str) -> Path | None:
     """The folder of a model that is configured as a folder, a GGUF file, a hub id or the bundled model; None if it is
     not on this machine."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.suffix == ".gguf" and path.is_file():
         return find_converted(path)
     return path if model != DEFAULT_MODEL and path.is_dir() else find_pulled(model)

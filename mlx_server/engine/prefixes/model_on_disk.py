@@ -20,7 +20,7 @@ from mlx_server.batching.blocks.disk_saves import PIECE_BYTES
 from mlx_server.batching.blocks.prefix_cache import root_hash
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig, home
-from mlx_server.environment import version
+from mlx_server.environment import expanded, version
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import FORMAT_VERSION, Rounding, Space
@@ -50,7 +50,7 @@ _WEIGHTS_AND_CODE = ("*.safetensors", "config.json", "adapter_config.json", "*.p
 
 def disk_folder(settings: MemoryConfig) -> Path:
     """The folder for prefixes, whether or not it exists."""
-    return Path(settings.kv_disk_dir).expanduser() if settings.kv_disk_dir else home() / "kv-disk"
+    return expanded(settings.kv_disk_dir) if settings.kv_disk_dir else home() / "kv-disk"
 
 
 def open_configured(settings: MemoryConfig) -> KvDisk | None:

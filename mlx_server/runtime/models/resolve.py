@@ -11,6 +11,7 @@ import mlx.core as mx
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from mlx_server.config import WHOLE_WEIGHTS
+from mlx_server.environment import expanded
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models import random_models
@@ -36,10 +37,19 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
     Checks that the folder is complete without loading it. Raises `ModelLoadError` if `name` is none of these or
     something is missing, `DownloadError` if fetching fails.
     """
+    try:
+        return _resolved(name, dtype)
+    except OSError as error:
+        raise ModelLoadError(f"The model {name} cannot be used: {error}.") from error
+
+
+def _resolved(name: str, dtype: str) -> Path:
+    if not name:
+        raise ModelLoadError("The name of the model is empty.")
     if name == SMOLLM2.name:
         is_expanded = dtype == "float32" and mx.default_device() == mx.cpu
         return pull_bundled(weight_format=WeightFormat.FLOAT32 if is_expanded else None)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return _checked(path)
     if path.is_file() and path.suffix == ".gguf":

@@ -94,6 +94,19 @@ def test_a_file_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFix
     assert "--report: cannot write /nonexistent/report.md: No such file" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")
+def test_a_report_that_cannot_be_written_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine_report, "make_report", lambda *_: ("# all of it", True))
+    assert main(["doctor", "--report", "/dev/full"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "# all of it\n"
+    assert printed.err == (
+        "mlx-serve: error: --report: cannot write /dev/full: No space left on device. The report is printed instead.\n"
+    )
+
+
 def test_a_gpu_whose_kernels_are_not_used_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(machine_report, "choose_backend", lambda name, specs: ReferenceBackend())

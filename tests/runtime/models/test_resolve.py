@@ -35,6 +35,12 @@ def test_a_complete_folder_is_itself(tmp_path):
     assert resolve_model(str(folder)) == folder
 
 
+@pytest.mark.parametrize(("name", "words"), [("", "name of the model is empty"), ("x" * 300, "File name too long")])
+def test_a_name_that_is_no_path_is_refused(name, words):
+    with pytest.raises(ModelLoadError, match=words):
+        resolve_model(name)
+
+
 def write_weights(path: Path, num_bytes: int) -> None:
     """A file of 16 bytes of weights, or its beginning."""
     header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
