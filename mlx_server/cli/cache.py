@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mlx_server.batching.blocks.disk_saves import owner_tag
@@ -19,6 +18,7 @@ from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
 from mlx_server.config import Config
 from mlx_server.engine.prefixes.model_on_disk import disk_folder
+from mlx_server.environment import expanded
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.disk import LOCK, WriteBudget
 from mlx_server.kv_disk.files import Files
@@ -150,9 +150,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _opened(config: Config) -> Iterator[Files]:
     """The files in the configured folder. Raises `ServeError` if there is no such folder, or if the disk fails."""
     folder = disk_folder(config.memory)
-    if not folder.is_dir():
-        raise ServeError(f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it.")
     try:
+        if not folder.is_dir():
+            raise ServeError(f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it.")
         yield Files(folder)
     except OSError as error:
         raise ServeError(f"{folder} cannot be used: {error}.") from error
@@ -213,14 +213,14 @@ class Prefix:
 
     def compute(self, server: RemoteServer) -> tuple[int, int]:
         """Returns how many tokens the first prompt has, and how many were not cached."""
-        num_tokens, num_cached = _usage(server.request("POST", self.path, self.bodies[0]))
+        num_tokens, num_cached = server.request("POST", self.path, self.bodies[0], _usage)
         for body in self.bodies[1:-1]:
             server.request("POST", self.path, body)
         return num_tokens, num_tokens - num_cached
 
     def num_kept(self, server: RemoteServer) -> int:
         """How many cached tokens a further prompt hits."""
-        return _usage(server.request("POST", self.path, self.bodies[-1]))[1]
+        return int(server.request("POST", self.path, self.bodies[-1], _usage)[1])
 
 
 def add_warm(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +260,7 @@ def run_warm(args: argparse.Namespace) -> int:
 
 def _text(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).expanduser().read_text("utf-8")
+        return sys.stdin.read() if name == "-" else expanded(name).read_text("utf-8")
     except OSError as error:
         raise ServeError(f"{name} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_server.cli.main import EXIT_INTERRUPTED
 from mlx_server.cli.remote import RemoteError, RemoteServer, add_remote_flags
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         question = _question(args.message)
         if question is not None:
             return 0 if conversation.ask(question) else EXIT_INTERRUPTED
-        print(f"{args.model or server.model_cards()[0]['id']} at {server.url}. {_HELP}")
+        print(f"{args.model or next(iter(server.model_cards()))} at {server.url}. {_HELP}")
         return _converse(conversation)
 
 
@@ -70,12 +70,11 @@ class Conversation:
         """Prints the answer as it arrives. Returns whether it is complete: Ctrl-C stops it and keeps the text so far.
         Without text, the question is dropped. Raises `RemoteError`, and drops the question then, too."""
         self._messages.append({"role": "user", "content": question})
-        usage: dict[str, Any] = {}
-        answer, is_complete = Answer(), True
+        answer, num_tokens, is_complete = Answer(), 0, True
         try:
-            for event in self._events():
-                usage = event.get("usage") or usage
-                answer.show(event)
+            for piece in self._pieces():
+                num_tokens = piece.num_tokens or num_tokens
+                answer.show(piece)
         except KeyboardInterrupt:
             is_complete = False
             print(" [stopped]", end="")
@@ -89,13 +88,28 @@ class Conversation:
             self._messages.append({"role": "assistant", "content": answer.text})
         else:  # many templates refuse two questions in a row
             self._messages.pop()
-        if usage and sys.stdout.isatty():
-            print(f"{_QUIET}{answer.figures(usage['completion_tokens'])}{_PLAIN}")
+        if num_tokens and sys.stdout.isatty():
+            print(f"{_QUIET}{answer.figures(num_tokens)}{_PLAIN}")
         return is_complete
 
-    def _events(self) -> Iterator[dict[str, Any]]:
+    def _pieces(self) -> Iterator[Piece]:
         body = {"messages": self._messages, "stream": True, "stream_options": {"include_usage": True}, **self._options}
-        return self._server.stream("/v1/chat/completions", body)
+        return self._server.stream("/v1/chat/completions", body, Piece.of)
+
+
+class Piece(NamedTuple):
+    """What an event adds to an answer. `num_tokens` is the length of the whole answer, in the last event; else 0."""
+
+    thought: str
+    text: str
+    num_tokens: int
+
+    @classmethod
+    def of(cls, event: Any) -> Piece:
+        choices = event.get("choices") or [{}]
+        delta = choices[0].get("delta") or {}
+        num_tokens = (event.get("usage") or {}).get("completion_tokens") or 0
+        return cls(str(delta.get("reasoning") or ""), str(delta.get("content") or ""), int(num_tokens))
 
 
 class Answer:
@@ -108,11 +122,9 @@ class Answer:
         self._first_s: float | None = None
         self._last_s = self._asked_s
 
-    def show(self, event: dict[str, Any]) -> None:
-        """Prints the text of an event. Reasoning is printed dimmed, and only on a terminal."""
-        choices = event.get("choices") or [{}]
-        delta = choices[0].get("delta") or {}
-        thought, text = delta.get("reasoning") or "", delta.get("content") or ""
+    def show(self, piece: Piece) -> None:
+        """Prints the text of a piece. Reasoning is printed dimmed, and only on a terminal."""
+        thought, text, _ = piece
         if thought or text:
             self._last_s = time.monotonic()
             self._first_s = self._first_s or self._last_s

@@ -33,7 +33,7 @@ _MIN_OUTPUT = 4096
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("client", choices=tuple(CLIENTS), help="which client")
-    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="the client's own arguments")
+    parser.add_argument("arguments", nargs="*", default=(), metavar="-- ARGUMENT", help="the client's own arguments")
     add_remote_flags(parser)
     parser.add_argument("--model", help="the client's model; default: the server's default model")
     parser.add_argument("--print", action="store_true", help="show what would be set and started, without starting it")
@@ -71,12 +71,11 @@ def _target(url: str, model: str | None) -> Target:
     """Asks the server for its models. Raises `ServeError` if it cannot be reached or does not have the model."""
     with contextlib.closing(RemoteServer(url)) as server:
         cards = server.model_cards()
-    names = [str(card["id"]) for card in cards]
-    chosen = names[0] if model is None else model
-    if chosen not in names:
-        hint = did_you_mean(chosen, names) or "."
-        raise ServeError(f"{server.url} lists no model {chosen}{hint} It has {', '.join(names)}.")
-    limit = cards[names.index(chosen)].get("max_model_len")
+    chosen = next(iter(cards)) if model is None else model
+    if chosen not in cards:
+        hint = did_you_mean(chosen, cards) or "."
+        raise ServeError(f"{server.url} lists no model {chosen}{hint} It has {', '.join(cards)}.")
+    limit = cards[chosen].get("max_model_len")
     return Target(server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit)
 
 

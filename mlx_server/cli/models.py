@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
@@ -121,13 +123,7 @@ def run_ps(args: argparse.Namespace) -> int:
       mlx-serve models ps
       mlx-serve models ps --url http://mac-studio:8000 --json
     """
-    answer = _ask(args.url, "GET", "/admin/models")
-    if args.json:
-        print(json.dumps(answer, indent=2))
-        return 0
-    _show(answer["models"])
-    held, limit, free = (_mib(answer["memory"][name]) for name in ("held_bytes", "limit_bytes", "free_bytes"))
-    print(f"\n{held} of {limit} in use, {free} available")
+    print(_ask(args.url, "GET", "/admin/models", read=partial(json.dumps, indent=2) if args.json else _all_models))
     return 0
 
 
@@ -142,7 +138,7 @@ def run_load(args: argparse.Namespace) -> int:
     example:
       mlx-serve models load coder
     """
-    _show([_ask(args.url, "POST", "/admin/models/load", {"model": args.model})])
+    print(_ask(args.url, "POST", "/admin/models/load", {"model": args.model}))
     return 0
 
 
@@ -159,19 +155,30 @@ def run_unload(args: argparse.Namespace) -> int:
       mlx-serve models unload coder --drain-timeout-s 0
     """
     body = {"model": args.model, "drain_timeout_s": args.drain_timeout_s}
-    _show([_ask(args.url, "POST", "/admin/models/unload", body)])
+    print(_ask(args.url, "POST", "/admin/models/unload", body))
     return 0
 
 
-def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """One request to the server. Raises `RemoteError`."""
+def _one_model(model: Any) -> str:
+    return _table([model])
+
+
+def _all_models(answer: Any) -> str:
+    """The models and the memory in the answer to `GET /admin/models`."""
+    held, limit, free = (_mib(answer["memory"][name]) for name in ("held_bytes", "limit_bytes", "free_bytes"))
+    return f"{_table(answer['models'])}\n\n{held} of {limit} in use, {free} available"
+
+
+def _ask(
+    url: str, method: str, path: str, body: dict[str, Any] | None = None, read: Callable[[Any], str] = _one_model
+) -> str:
+    """What to show of the answer to one request. Raises `RemoteError`."""
     with contextlib.closing(RemoteServer(url)) as server:
-        return server.request(method, path, body)
+        return str(server.request(method, path, body, read))
 
 
-def _show(models: list[dict[str, Any]]) -> None:
-    """Prints a table of models."""
-    print(table([_HEADER, *map(_row, models)], right={2, 3, 4, 5}))
+def _table(models: list[dict[str, Any]]) -> str:
+    return table([_HEADER, *map(_row, models)], right={2, 3, 4, 5})
 
 
 def _state(model: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -16,11 +16,12 @@ from mlx_server.errors import ServeError
 
 URL_VARIABLE = "MLX_SERVE_URL"
 KEY_VARIABLE = "MLX_SERVE_API_KEY"
+_CERT_VARIABLE = "SSL_CERT_FILE"
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class RemoteError(ServeError):
-    """The server cannot be reached, or has refused a request."""
+    """A server cannot be asked, has refused a request, or is not an mlx-serve server."""
 
 
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,70 +34,104 @@ def add_remote_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class RemoteServer:
-    """A server, at an address with or without `http://`. Every method raises `RemoteError`."""
+    """A server, at an address with or without `http://`. Every method raises `RemoteError`, and the constructor if a
+    variable of the environment cannot be used.
+
+    `read` returns what a command needs of the JSON of an answer or event. It raises what Python does if that is not
+    there, which means that this is no mlx-serve server.
+    """
 
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not (key.isascii() and key.isprintable()):
+            raise RemoteError(f"{KEY_VARIABLE} is not a key: it has characters other than printable ASCII.")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport)
+        try:
+            self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport)
+        except OSError as error:
+            file = os.environ.get(_CERT_VARIABLE)
+            raise RemoteError(f"{_CERT_VARIABLE}: {file} cannot be used: {error.strerror}.") from error
+        except (ValueError, ImportError, httpx.InvalidURL) as error:
+            raise RemoteError(f"The proxy that the environment names cannot be used: {error}") from error
 
     def close(self) -> None:
         self._client.close()
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of an answer; None for an empty one."""
-        try:
-            response = self._client.request(method, self.url + path, json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        self._check(response)
-        try:
-            return response.json() if response.content else None
-        except ValueError as error:
-            kind = response.headers.get("content-type", "something else")
-            message = f"{self.url} answers with {kind} instead of JSON; is it an mlx-serve server?"
-            raise RemoteError(message) from error
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, read: Callable[[Any], Any] = dict
+    ) -> Any:
+        """What `read` finds in an answer; by default, the whole object."""
+        with self._answer(method, path, body) as response:
+            return self._found(response, response.read(), read)
 
-    def model_cards(self) -> list[dict[str, Any]]:
-        """The models that the server lists, the default one first; at least one."""
-        cards: list[dict[str, Any]] = self.request("GET", "/v1/models")["data"]
+    def model_cards(self) -> dict[str, dict[str, Any]]:
+        """The models that the server lists, by id, the default one first; at least one."""
+        cards: dict[str, dict[str, Any]] = self.request("GET", "/v1/models", read=_cards)
         if not cards:
             raise RemoteError(f"{self.url} has no model that this key may use.")
         return cards
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer, until `[DONE]`."""
+    def stream(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Iterator[Any]:
+        """What `read` finds in each event of a streamed answer, until `[DONE]`."""
+        with self._answer("POST", path, body) as response:
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    yield self._found(response, data, read)
+
+    def _found(self, response: httpx.Response, text: str | bytes, read: Callable[[Any], Any]) -> Any:
+        """What `read` finds in the JSON."""
         try:
-            with self._client.stream("POST", self.url + path, json=body) as response:
+            answer = json.loads(text)
+            if "error" in answer:
+                raise RemoteError(_message(answer) or "The server ended the answer with an error.")
+            return read(answer)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            kind = response.headers.get("content-type", "something")
+            raise RemoteError(
+                f"{self.url} answers with {kind} that is not in mlx-serve's format; is it an mlx-serve server?"
+            ) from error
+
+    @contextlib.contextmanager
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
+        """An answer that is no error; its body is not read yet."""
+        try:
+            request = self._client.build_request(method, self.url + path, json=body)
+        except (ValueError, httpx.InvalidURL) as error:  # NaN, or text from bytes that are not UTF-8
+            reason = "it has text that is not UTF-8" if isinstance(error, UnicodeError) else error
+            raise RemoteError(f"The request to {self.url} cannot be sent: {reason}.") from error
+        try:
+            response = self._client.send(request, stream=True)
+            with contextlib.closing(response):
                 if response.is_error:
                     response.read()
-                self._check(response)
-                for line in response.iter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or data == "[DONE]":
-                        continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise RemoteError(_message(event) or "The server ended the answer with an error.")
-                    yield event
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
+                    raise RemoteError(self._refusal(response))
+                yield response
+        except httpx.HTTPError as error:
+            raise RemoteError(self._unreachable(error)) from error
 
-    def _unreachable(self, error: Exception) -> RemoteError:
-        if isinstance(error, httpx.ConnectError):
-            return RemoteError(f"No server answers at {self.url}; start one with `mlx-serve serve`, or give its --url.")
-        return RemoteError(f"{self.url} did not answer: {(str(error) or type(error).__name__).removesuffix('.')}.")
+    def _unreachable(self, error: Exception) -> str:
+        reason = (str(error) or type(error).__name__).removesuffix(".")
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            remedy = f"{_CERT_VARIABLE}=cert.pem trusts one of your own"
+            return f"The certificate of {self.url} is not trusted: {reason}; {remedy}."
+        if isinstance(error, httpx.ConnectError) and "SSL" not in reason:
+            return f"No server answers at {self.url}; start one with `mlx-serve serve`, or give its --url."
+        return f"{self.url} did not answer: {reason}."
 
-    def _check(self, response: httpx.Response) -> None:
-        if not response.is_error:
-            return
+    def _refusal(self, response: httpx.Response) -> str:
         message = f"{self.url} answered {response.status_code}"
         with contextlib.suppress(ValueError):
             message = _message(response.json()) or message
         if response.status_code == httpx.codes.UNAUTHORIZED:
             message += f" Put the key into {KEY_VARIABLE}."
-        raise RemoteError(message)
+        return message
+
+
+def _cards(answer: Any) -> dict[str, dict[str, Any]]:
+    """The models of `GET /v1/models` by id."""
+    return {str(card["id"]): card for card in answer["data"]}
 
 
 def _message(body: Any) -> str | None:

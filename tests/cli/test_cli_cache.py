@@ -86,6 +86,10 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert str(tmp_path / "none") in run(tmp_path / "none", capsys, "ls", status=1)
 
 
+def test_a_folder_that_cannot_be_looked_at_is_named(tmp_path, capsys):
+    assert "File name too long" in run(tmp_path / ("x" * 300), capsys, "ls", status=1)
+
+
 @pytest.mark.parametrize("words", [("ls",), ("stats",), ("purge",), ("purge", "--model", "a")])
 def test_a_disk_that_fails_is_one_line(folder, capsys, monkeypatch, words):
     def fail(*args: object) -> None:

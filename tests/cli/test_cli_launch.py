@@ -197,6 +197,8 @@ def test_print_shows_all_but_the_key_and_starts_nothing(
 
 
 def test_what_is_wrong_is_said_in_one_line(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    assert main(["launch"]) == 2
+    assert "the following arguments are required: client (see" in capsys.readouterr().err
     url = machine.server.url
     assert main(["launch", "claude", "--url", url, "--model", "frist"]) == 1
     assert "did you mean first? It has first, second/one." in capsys.readouterr().err

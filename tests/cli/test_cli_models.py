@@ -151,6 +151,14 @@ def test_a_servers_models_are_shown(server: list[Any], capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["models"] == [READY, LOADING, CONVERTING]
 
 
+@pytest.mark.parametrize("argv", [["ps"], ["load", "coder"], ["unload", "coder"]], ids=" ".join)
+def test_a_server_of_another_kind_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, capsys: Any, argv: list[str]):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"models": [{"name": "a"}]}))
+    monkeypatch.setattr(models, "RemoteServer", lambda url: RemoteServer(url, transport=transport))
+    assert main(["models", *argv]) == 1
+    assert "is it an mlx-serve server?" in capsys.readouterr().err
+
+
 def test_a_servers_models_are_loaded_and_unloaded(server: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main(["models", "load", "coder"]) == 0
     assert main(["models", "unload", "coder", "--drain-timeout-s", "0"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import plistlib
+import re
 import shutil
 import subprocess
 import threading
@@ -223,8 +224,52 @@ def test_an_address_needs_no_scheme(server, monkeypatch) -> None:
 
 def test_a_page_instead_of_json_is_said_to_be_one() -> None:
     page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html></html>"))
-    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8 instead of JSON"):
+    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8 that is not in mlx-serve's format"):
         RemoteServer("http://host", transport=page).request("GET", "/v1/models")
+
+
+@pytest.mark.parametrize("body", ["", "3", "[]", '{"models": []}', '{"data": 3}', '{"data": [{}]}', '{"data": ["a"]}'])
+def test_an_answer_of_another_form_is_said_to_be_one(body: str) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+    with pytest.raises(RemoteError, match="is it an mlx-serve server"):
+        RemoteServer("http://host", transport=transport).model_cards()
+
+
+@pytest.mark.parametrize("event", ["hello", "3", "[]", '{"choices": 3}', '{"choices": ["a"]}', '{"usage": "a"}'])
+def test_an_event_of_another_form_is_said_to_be_one(event: str) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n"))
+    with pytest.raises(RemoteError, match="is it an mlx-serve server"):
+        list(RemoteServer("http://host", transport=transport).stream("/v1/chat/completions", {}, chat.Piece.of))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SSL_CERT_FILE", "/none", "SSL_CERT_FILE: /none cannot be used: No such file or directory."),
+        ("MLX_SERVE_API_KEY", "schlüssel", "MLX_SERVE_API_KEY is not a key: it has characters other than printable"),
+        ("MLX_SERVE_API_KEY", "a\nb", "MLX_SERVE_API_KEY is not a key"),
+        ("ALL_PROXY", "ftp://host", "The proxy that the environment names cannot be used: Unknown scheme"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named(monkeypatch, name: str, value: str, words: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RemoteError, match=re.escape(words)):
+        RemoteServer("http://host")
+
+
+def test_text_that_is_not_utf_8_ends_no_conversation(server, monkeypatch, capsys) -> None:
+    typed(monkeypatch, "a\udcff", "two")
+    assert main(["chat", "--url", server.url]) == 0
+    assert capsys.readouterr().err == (
+        f"error: The request to {server.url} cannot be sent: it has text that is not UTF-8.\n"
+    )
+    assert [message["content"] for body in server.bodies for message in body["messages"]] == ["two"]
+
+
+def test_a_number_that_json_has_not_is_refused(server, monkeypatch, capsys) -> None:
+    typed(monkeypatch)
+    assert main(["chat", "--url", server.url, "--temperature", "nan", "hi"]) == 1
+    assert "cannot be sent: Out of range float values are not JSON compliant" in capsys.readouterr().err
 
 
 # --- completion -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_server.api.http.connections import READ_BYTES, BoundedProtocol
 from mlx_server.api.http.listener import check_tls
-from mlx_server.cli.remote import RemoteServer
+from mlx_server.cli.remote import RemoteError, RemoteServer
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ConfigError
 from tests.api.worlds import World, running
@@ -88,6 +88,9 @@ async def test_the_server_says_https_and_the_commands_believe_its_certificate(
 ):
     async with served(tmp_path, f'tls_cert = "{files.cert}"\ntls_key = "{files.key}"') as server:
         assert server.url.startswith("https://127.0.0.1:")
+        stranger = RemoteServer(server.url)
+        with pytest.raises(RemoteError, match=r"The certificate of https://\S+ is not trusted: .*; SSL_CERT_FILE=cert"):
+            await asyncio.to_thread(stranger.request, "GET", "/version")
         monkeypatch.setenv("SSL_CERT_FILE", files.cert)
         remote = RemoteServer(server.url)
         assert "version" in await asyncio.to_thread(remote.request, "GET", "/version")
