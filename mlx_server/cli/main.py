@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -203,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # the last resort
+        logging.getLogger(__name__).debug("This was not expected", exc_info=error)
         _drop_output()
         name = error.filename
         if name is None and isinstance(error, FileNotFoundError):
