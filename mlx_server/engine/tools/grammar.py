@@ -242,13 +242,17 @@ class _CallGrammar:
 
         whole = changed_schema({**schema, "type": kinds}, change)
         definitions: dict[str, Any] = {}
-        while pending and self._room > 0:
+        room = self._room - len(json.dumps(whole))
+        while pending and room >= 0:
             reference = pending.pop()
             definitions[names[reference]] = changed_schema(referenced(root, reference), change)
-            self._room -= len(json.dumps(definitions[names[reference]]))
+            room -= len(json.dumps(definitions[names[reference]]))
+        if room < 0:
+            self._room -= self._room // 8  # the attempt took time, and there may be many
+            return None
+        self._room = room
         expression = json_expression({**whole, "$defs": definitions}, self._json_options)
-        self._room -= len(json.dumps(whole))
-        return None if self._room < 0 else self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
+        return self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
 
     def _any_of(self, texts: Sequence[str], after: str) -> str:
         return self._writer.rule(
@@ -267,11 +271,11 @@ class _CallGrammar:
             # One terminal: llguidance never backtracks to an earlier end of the text.
             return self._writer.rule("REGEX", _terminal(pattern + re.escape(after)))
         if texts is not None:
-            if texts not in arguments.written:
-                self._room -= sum(map(len, texts))
-                written = [_cdata(text) if parameter.has_cdata else text for text in texts] if self._room >= 0 else []
-                arguments.written[texts] = self._any_of(written, after) if written else None
-            if (expression := arguments.written[texts]) is not None:
+            if texts not in arguments.written and (size := sum(map(len, texts))) <= self._room:
+                self._room -= size
+                written = [_cdata(text) if parameter.has_cdata else text for text in texts]
+                arguments.written[texts] = self._any_of(written, after)
+            if (expression := arguments.written.get(texts)) is not None:
                 return expression
         if not parameter.has_cdata:
             return self._writer.text_until(after)

@@ -446,11 +446,21 @@ def test_what_many_arguments_refer_to_is_written_once() -> None:
 
 
 def test_arguments_whose_schemas_would_be_too_long_are_free() -> None:
-    forced = force("qwen3_coder", [tool("f", _families(2, 20_000))])
+    """Others are not."""
+    parameters = _families(2, 20_000)
+    parameters["properties"]["n"] = {"type": "integer"}
+    forced = force("qwen3_coder", [tool("f", parameters)])
     assert len(forced.spec.source) < 5000
-    cursor = COMPILERS[""].compile(forced.spec).start()
-    cursor.forced_tokens()
-    assert all(map(cursor.accept, CALL_WORLD.encode("parameter=t0>\nanything", add_special_tokens=False)))
+
+    def is_accepted(argument: str) -> bool:
+        cursor = COMPILERS[""].compile(forced.spec).start()
+        cursor.forced_tokens()
+        return all(map(cursor.accept, CALL_WORLD.encode(argument, add_special_tokens=False)))
+
+    assert is_accepted("parameter=t0>\nanything")
+    assert is_accepted("parameter=w1>\nanything")
+    assert is_accepted("parameter=n>\n5")
+    assert not is_accepted("parameter=n>\nanything")
 
 
 _KEYWORDS = (
