@@ -235,12 +235,20 @@ def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= CpuBackend().threads <= (os.cpu_count() or 1)
 
 
+THREADS = """
+import psutil
+from mlx_server.runtime.kernels.cpu.attention import CpuBackend
+before = psutil.Process().num_threads()
+backend = CpuBackend(threads=6)
+beside = psutil.Process().num_threads()
+del backend
+print(beside - before, psutil.Process().num_threads() - before)
+"""
+
+
 def test_threads_end_with_their_backend() -> None:
-    before = psutil.Process().num_threads()
-    backend = CpuBackend(threads=6)
-    assert psutil.Process().num_threads() == before + 5
-    del backend
-    assert psutil.Process().num_threads() == before
+    result = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "5 0\n"
 
 
 FORK = """
