@@ -207,10 +207,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(__name__).debug("This was not expected", exc_info=error)
         _drop_output()
         name = error.filename
-        if name is None and isinstance(error, FileNotFoundError):
-            name = "the current folder"  # of `os.getcwd`: it is deleted
+        if name is None and not _has_folder():
+            name = "the current folder"  # it is deleted
         reason = error.strerror or error
         return _fail(f"{name}: {reason}." if name is not None else reason, EXIT_ERROR)
+
+
+def _has_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
 
 
 def _drop_output() -> None:

@@ -182,7 +182,8 @@ def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path)
 def _lasting_python() -> str:
     """This interpreter, at a path that stays when the package is upgraded. Raises `ServeError` for one in uv's cache,
     where `uvx` puts it and from where it may be deleted at any time."""
-    if re.search(r"/(archive|environments)-v\d+/", sys.executable):
+    cache = re.match(r"(.*)/(archive|environments)-v\d+/", sys.executable)
+    if cache is not None and os.path.exists(f"{cache[1]}/CACHEDIR.TAG"):
         raise ServeError(
             f"{sys.executable} is in uv's cache, and the service would end when that is emptied. Install the command "
             "with `uv tool install .` in the checkout, and let that install the service."

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
 _MAX_DEATHS = 3
+_TOGETHER_S = 1.0
 """If so many engines die in a row and no request has been answered between, replacing them does not help."""
 
 
@@ -379,7 +380,7 @@ class ModelPool:
         reason = f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
         model.num_deaths += 1
         helps = self._around.thread.is_alive and self._around.ranks.group is None
-        helps = helps and (self._count_death() < _MAX_DEATHS or self._others_work(model))
+        helps = helps and (self._count_death(model) < _MAX_DEATHS or self._others_work(model))
         if model.state is ModelState.LOADING or not helps:
             self._death = reason
             return
@@ -396,8 +397,10 @@ class ModelPool:
             model.failure, model.retry_s = EngineDeadError(reason), now + pause_s
         model.died_s = now
 
-    def _count_death(self) -> int:
-        """How many engines have died since a request was answered, this one included."""
+    def _count_death(self, model: PooledModel) -> int:
+        """How often engines have died since a request was answered. Several that die together have met one fault."""
+        if any(self._clock() - other.died_s < _TOGETHER_S for other in self._models.values() if other is not model):
+            return self._num_deaths
         finished = (engine.metrics.finished for engine in self.counted_engines())
         num_answers = sum(counts[FinishReason.STOP] + counts[FinishReason.LENGTH] for counts in finished)
         self._num_deaths = 1 if num_answers > self._num_answers else self._num_deaths + 1

@@ -348,8 +348,11 @@ def test_the_agent_starts_homebrews_python_by_the_link_that_upgrades_keep(monkey
 
 
 def test_an_interpreter_in_uvs_cache_is_no_place_for_an_agent(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(serve.sys, "executable", "/Users/a/.cache/uv/archive-v0/x9/bin/python")
+    monkeypatch.setattr(serve.sys, "executable", str(tmp_path / "archive-v0" / "x9" / "bin" / "python"))
     path = tmp_path / "agent.plist"
+    assert main(["service", "install", "--output", str(path)]) == 0, "a folder of the user's with such a name"
+    path.unlink()
+    (tmp_path / "CACHEDIR.TAG").touch()  # as uv marks its cache
     assert main(["service", "install", "--output", str(path)]) == 1
     assert "uv's cache" in (error := capsys.readouterr().err)
     assert "uv tool install ." in error

@@ -433,6 +433,18 @@ async def test_a_model_that_dies_again_and_again_does_not_end_the_streams_of_oth
         assert world.pool.death() is not None
 
 
+async def test_several_models_that_die_together_have_met_one_fault():
+    """As of a device, whose error fails the steps of all models."""
+    async with world_of("a", "b") as world:
+        for num_faults in (1, 2, 3):
+            for name in "ab":
+                await world.use(name)
+            for engine in world.factory.made[-2:]:
+                assert (world.pool.death() is None) == (num_faults < 3 or engine is world.factory.made[-2])
+                engine.die()
+        assert world.pool.death() is not None
+
+
 @pytest.mark.parametrize("is_pinned", [True, False])
 async def test_a_model_that_dies_again_and_again_is_loaded_after_a_pause_beside_streams_of_others(is_pinned: bool):
     async with world_of(entries=pinned_and("b")) if is_pinned else world_of("a", "b") as world:

@@ -122,15 +122,21 @@ class KeyFile:
 
     @classmethod
     def create(cls, path: Path) -> KeyFile:
-        """Opens the file at `path`, after creating it if it does not exist. Only its owner can read it. One that cannot
-        be written whole is not there afterwards: raises `OSError` or `sqlite3.Error`."""
+        """Opens the file at `path`, after creating it if it does not exist; then only its owner can read it. One that
+        is empty is filled. One that cannot be written whole is not there afterwards, or empty: raises `OSError` or
+        `sqlite3.Error`."""
         path = Path(os.path.realpath(path))  # a link stays one
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        with os.fdopen(lock, "wb"):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() or path.stat().st_size == 0:
-                _write_empty(path)
+        if not path.exists() or path.stat().st_size == 0:
+            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                if not path.exists():
+                    _write_new(path)
+                elif path.stat().st_size == 0:
+                    _fill(path)
+            finally:
+                os.close(folder)
         return cls(path)
 
     def __enter__(self) -> KeyFile:
@@ -198,19 +204,26 @@ class KeyFile:
             )
 
 
-def _write_empty(path: Path) -> None:
+def _write_new(path: Path) -> None:
     """Puts a file without keys at `path`, in one step. One process at a time."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)  # left by a process that was killed
     try:
-        with contextlib.closing(sqlite3.connect(new)) as db:
-            db.executescript(f"{_TABLE}; PRAGMA user_version = {_FORMAT}; PRAGMA journal_mode = WAL")
-        new.chmod(0o600)
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        _fill(new)
         for leftover in ("-wal", "-shm"):  # SQLite would take the log of a deleted file for this one's
             path.with_name(path.name + leftover).unlink(missing_ok=True)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def _fill(path: Path) -> None:
+    """Makes an empty file one without keys, in one step."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript(
+            f"BEGIN IMMEDIATE; {_TABLE}; PRAGMA user_version = {_FORMAT}; COMMIT; PRAGMA journal_mode = WAL"
+        )
 
 
 def _hint(path: Path) -> str:

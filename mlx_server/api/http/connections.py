@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_server.api.auth.authentication import FREE_PATHS
 from mlx_server.api.errors import error_info
-from mlx_server.api.http.middleware import REQUEST_ID_HEADER, request_id
+from mlx_server.api.http.middleware import name_request, request_id
 from mlx_server.api.http.sse import PIECE_WRITER
 from mlx_server.environment import raise_file_limit
 from mlx_server.errors import OverloadedError
@@ -176,7 +176,7 @@ class ConnectionGate:
         )
         response = error_info(error).response(scope["path"])
         response.headers["connection"] = "close"
-        response.headers[REQUEST_ID_HEADER] = request_id(scope)
+        name_request(scope, response.headers, request_id(scope))
         await response(scope, receive, send)
 
     def _make_room(self, silent_s: float) -> bool:

@@ -52,6 +52,13 @@ def request_id(scope: Scope) -> str:
     return sent if len(sent) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
 
 
+def name_request(scope: Scope, headers: MutableHeaders, request_id: str) -> None:
+    """Puts the id of a request into the headers of its answer, under the names that clients of its protocol read."""
+    headers.setdefault(REQUEST_ID_HEADER, request_id)
+    if scope["path"].startswith(ANTHROPIC_PREFIX):
+        headers[ANTHROPIC_ID_HEADER] = request_id
+
+
 class ExchangeMiddleware:
     """The outermost middleware. It puts the request's id into the state, where a route may replace it, and into the
     header `x-request-id` of every error and `request-id` of Anthropic's answers; counts and times requests by route;
@@ -101,10 +108,8 @@ class ExchangeMiddleware:
         """Adds the id to an error and to Anthropic's answers, and the caller's quota to every answer. Counts answers
         that a quota refused."""
         state, headers = scope["state"], MutableHeaders(scope=head)
-        if head["status"] >= 400:
-            headers.setdefault(REQUEST_ID_HEADER, state["request_id"])
-        if scope["path"].startswith(ANTHROPIC_PREFIX):
-            headers[ANTHROPIC_ID_HEADER] = state["request_id"]
+        if head["status"] >= 400 or scope["path"].startswith(ANTHROPIC_PREFIX):
+            name_request(scope, headers, state["request_id"])
         caller = state.get("caller")
         if isinstance(caller, Caller):  # unless it was refused
             if head["status"] == 429:

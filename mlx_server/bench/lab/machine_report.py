@@ -7,6 +7,7 @@ user and host, and secrets are left out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import io
 import json
@@ -102,12 +103,16 @@ def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) 
 
 def redact(text: str) -> str:
     """The text without the user's paths and the names of user and host."""
-    folders = {str(Path.home()): "~", os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
+    folders = {os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
     folders["/private" + tempfile.gettempdir()] = "<tmp>"
+    names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    with contextlib.suppress(KeyError, OSError, RuntimeError):  # a user of a container may have no entry
+        folders[str(Path.home())] = "~"
+        names.add(getpass.getuser())
     for folder, shown in sorted(folders.items(), key=lambda item: -len(item[0])):
         if len(folder) > 1:
             text = text.replace(folder, shown)
-    for name in {getpass.getuser(), socket.gethostname(), socket.gethostname().partition(".")[0]} - {"", "root"}:
+    for name in names - {"", "root"}:
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<name>", text)
     return text
 

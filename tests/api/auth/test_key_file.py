@@ -37,12 +37,32 @@ def test_a_file_that_cannot_be_finished_is_not_there(tmp_path: Path, monkeypatch
         broken.setattr(key_file, "_TABLE", f"{key_file._TABLE}; it breaks")
         with pytest.raises(sqlite3.Error):
             KeyFile.create(path)
-    assert [left.name for left in tmp_path.iterdir()] == ["keys.sqlite.lock"]
+    assert list(tmp_path.iterdir()) == []
     path.touch()
+    path.chmod(0o640)
+    before = path.stat()
     link, other = tmp_path / "link", tmp_path / "other"
     link.symlink_to(other)
     for made in (path, link):
         with KeyFile.create(made) as file:
             assert file.records() == []
+    assert (path.stat().st_ino, path.stat().st_mode) == (before.st_ino, before.st_mode), "as its owner has prepared it"
     assert link.is_symlink()
-    assert other.exists()
+    assert other.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_empty_file_that_cannot_be_filled_stays_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "keys.sqlite"
+    path.touch()
+    monkeypatch.setattr(key_file, "_TABLE", f"{key_file._TABLE}; it breaks")
+    with pytest.raises(sqlite3.Error):
+        KeyFile.create(path)
+    assert path.stat().st_size == 0
+
+
+def test_nothing_is_left_beside_a_file_that_is_there(tmp_path: Path):
+    """It may belong to another user than the one who adds a key."""
+    path = tmp_path / "keys.sqlite"
+    for _ in range(2):
+        KeyFile.create(path).close()
+        assert {left.name for left in tmp_path.iterdir()} <= {"keys.sqlite", "keys.sqlite-wal", "keys.sqlite-shm"}

@@ -119,7 +119,8 @@ async def test_busy_connections_stay_and_others_are_refused_but_for_probes(small
     assert head.startswith(b"HTTP/1.1 503")
     assert b"retry-after: 5" in head
     assert b"connection: close" in head
-    assert b"x-request-id: " in head
+    assert b"\r\nx-request-id: " in head
+    assert b"\r\nrequest-id: " in head, "as Anthropic's clients read it"
     assert b'"overloaded_error"' in body
     assert b"3 connections are open and busy, which is the limit (--max-connections)" in body
     assert await other.is_closed()

@@ -136,6 +136,15 @@ def test_names_are_left_out_where_they_are_names(monkeypatch: pytest.MonkeyPatch
     assert redact(text) == "<name> at <name>: okay, kay-box ~/models"
 
 
+def test_a_user_without_an_entry_has_no_name_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise KeyError("getpwuid(): uid not found: 4242")
+
+    monkeypatch.setattr(getpass, "getuser", fail)
+    monkeypatch.setattr("socket.gethostname", lambda: "kays-mac.local")
+    assert redact("kay at kays-mac") == "kay at <name>"
+
+
 # ---- the soak
 
 
