@@ -19,7 +19,7 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.reasoning import Dialect, find_dialect
-from mlx_server.engine.text.template_fit import Repairs, adapt, developer_as_system, find_repairs
+from mlx_server.engine.text.template_fit import Repairs, adapt, developer_as_system, find_repairs, tools_as_text
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
 from mlx_server.engine.vision.parts import Layout, Pictures, cut_images
@@ -142,10 +142,18 @@ class ChatFormatter:
             return _guarded(self._renderer, chat, {"tools": tools, **variables}), None
         template = self._template(options, tools)
         fit = self._fit(template)
-        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs, self.dialect.tool_parser)
+        parser = self.dialect.tool_parser
+        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs, parser)
         variables = {"tools": shown, **variables}
         if pictures is None:
-            return self._apply(chat, template, fit.needs_parts, variables), None
+            try:
+                return self._apply(chat, template, fit.needs_parts, variables), None
+            except InvalidRequestError:
+                if not shown:
+                    raise
+                # Some templates cannot write every schema (Hermes: the type `null`).
+                chat, shown = adapt(normalise_messages(messages), tools, fit.repairs | {tools_as_text}, parser)
+                return self._apply(chat, template, fit.needs_parts, {**variables, "tools": shown}), None
         layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.needs_parts)
         return layout.fill(self._apply(layout.chat, template, False, variables)), layout
 

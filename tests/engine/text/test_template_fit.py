@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import lru_cache
 from importlib.util import find_spec
@@ -275,6 +276,27 @@ def test_calls_in_the_history_are_written_as_the_model_s_calls_are_read() -> Non
     in_words = formatter(ALTERNATES, *marks).render(CALLED, [TOOL])
     assert f'write this and nothing else:\n{marks[0]}[the function\'s name(argument="value")]{marks[1]}' in in_words
     assert f"<assistant>{call}</assistant>" in in_words
+
+
+PICKY = (
+    "{%- macro of(kind) -%}{%- if kind in ('string', 'integer') -%}{{ kind }}{%- else -%}"
+    "{%- for one in kind -%}{{ of(one) }}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+    "{%- for t in tools -%}{%- for p in (t.function.parameters.properties or {}).values() -%}{{ of(p.type) }}"
+    "{%- endfor -%}{{ t | tojson }}{%- endfor -%}"
+) + BARE.partition("}}")[2]
+"""It takes types apart letter by letter without end if it does not know them, and wants a list of tools, as that of
+Hermes 3."""
+
+
+def test_tools_that_a_template_cannot_write_are_described_in_words() -> None:
+    odd = copy.deepcopy(TOOL)
+    odd["function"]["parameters"]["properties"]["when"] = {"type": ["string", "null"]}
+    chat = formatter(PICKY)
+    assert "write this and nothing else" not in chat.render(CALLED, [TOOL])
+    in_words = chat.render(CALLED, [TOOL, odd])
+    assert "write this and nothing else:\n<tool_call>" in in_words
+    assert '"when"' in in_words
+    assert "Seen north" in in_words
 
 
 READ = (
