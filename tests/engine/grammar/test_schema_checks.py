@@ -119,6 +119,8 @@ def test_lengths_are_those_of_the_text_and_of_all_patterns_together() -> None:
         ({"exclusiveMinimum": "1", "maximum": 1.5}, None),
         ({"exclusiveMinimum": 2**32, "maximum": 2**32}, None),
         ({"exclusiveMinimum": 2**31, "maximum": 2**31}, {"minimum": 2**31 + 1e-6, "maximum": 2**31}),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, {"minimum": -0.999999, "maximum": -0.5}),
+        ({"exclusiveMinimum": -(2**32), "maximum": -(2**32)}, None),
     ],
 )
 def test_exclusive_bounds_move_inwards_where_they_would_be_lost(schema: Any, expected: Any) -> None:
