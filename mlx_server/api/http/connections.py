@@ -74,6 +74,7 @@ _LOOKS = 8
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 """The end of a request's head, by h11's rule."""
+_ORIGIN = re.compile(rb"(?i)\Ahttps?://[^/?]*/?")
 
 _RETRY_S = 5.0
 _LOG_EVERY_S = 60.0
@@ -267,7 +268,7 @@ class GuardedListener(socket.socket):
 
 
 class _Parser(h11.Connection):
-    """Refuses a body in many tiny chunks: each takes as much time as a large chunk."""
+    """Refuses a body in many tiny chunks: each takes as much time as a large chunk. Reads whole URLs as paths."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -275,6 +276,7 @@ class _Parser(h11.Connection):
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
+            object.__setattr__(event, "target", _ORIGIN.sub(b"/", event.target))
             self._num_chunks, self._num_bytes = 0, 0
         elif isinstance(event, h11.Data):
             self._num_chunks += 1

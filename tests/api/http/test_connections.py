@@ -304,3 +304,31 @@ async def test_the_limit_of_open_files_is_raised(
 async def test_here_too_there_is_room(world: World):
     assert room_for_connections() >= 16
     assert (await world.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        (b"http://localhost:8000/v1/models?a=1", "/v1/models", b"a=1"),
+        (b"HTTPS://mac.local/v1/", "/v1/", b""),
+        (b"http://localhost", "/", b""),
+        (b"http://localhost?a=http://b/c", "/", b"a=http://b/c"),
+        (b"/http://localhost/v1", "/http://localhost/v1", b""),
+        (b"/v1?http://localhost/a", "/v1", b"http://localhost/a"),
+    ],
+)
+async def test_a_proxy_may_name_the_whole_url(target: bytes, path: str, query: bytes):
+    asked: list[tuple[str, str, bytes]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append((scope["path"], scope["raw_path"].decode(), scope["query_string"]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with running(app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        peer = Peer(*await asyncio.open_connection(host, int(port)))
+        peer.writer.write(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % target)
+        assert (await peer.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        peer.writer.close()
+    assert asked == [(path, path, query)]
