@@ -219,7 +219,7 @@ class _CallGrammar:
     def _json(self, schema: Mapping[str, Any], arguments: _TaggedArguments, kinds: list[str], after: str) -> str | None:
         """Matches a value of one of these kinds, as JSON, and what follows it. None if there is no room for its schema
         with all definitions."""
-        given = json.dumps((schema, kinds), sort_keys=True)
+        given = json.dumps((schema, kinds))
         if given not in arguments.written:
             arguments.written[given] = self._new_json(schema, arguments.root, kinds, after)
         return arguments.written[given]

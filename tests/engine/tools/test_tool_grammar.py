@@ -463,6 +463,20 @@ def test_arguments_whose_schemas_would_be_too_long_are_free() -> None:
     assert not is_accepted("parameter=n>\nanything")
 
 
+def test_two_arguments_may_have_the_same_members_in_another_order() -> None:
+    """A schema's order of members is the order in which they are written."""
+    members = {"x": {"type": "integer"}, "y": {"type": "integer"}}
+    closed = {"type": "object", "required": ["x", "y"], "additionalProperties": False}
+    places = {"p": {**closed, "properties": members}, "q": {**closed, "properties": dict(reversed(members.items()))}}
+    outputs = written(
+        "qwen3_coder", [tool("f", {"properties": places, "required": ["p", "q"]})], range(5), is_parallel=False
+    )
+    assert outputs
+    for calls in outputs:
+        assert all(list(arguments["p"]) == ["x", "y"] for _, arguments in calls)
+        assert all(list(arguments["q"]) == ["y", "x"] for _, arguments in calls)
+
+
 _KEYWORDS = (
     *("type", "properties", "required", "enum", "const", "anyOf", "oneOf", "items", "$ref", "$defs", "pattern"),
     *("minimum", "exclusiveMinimum", "exclusiveMaximum", "maxLength", "additionalProperties", "a", "b c", "#/$defs/a"),
