@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import llguidance
 
 from mlx_server.engine.fair_slots import ANYONE, FairSlots, Requester, Slot, in_daemon_thread, own_clock
-from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, keep_bounds
+from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, check_references, keep_bounds
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_options, structural_tag_grammar
 from mlx_server.engine.recent import Recent
@@ -128,7 +128,9 @@ def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
     match spec.kind:
         case StructuredKind.JSON_SCHEMA:
             overrides = {"lenient": True, **json_options(spec.whitespace_pattern)}
-            schema = json.dumps(keep_bounds(json.loads(spec.source)), ensure_ascii=False)
+            value = json.loads(spec.source)
+            check_references(value)
+            schema = json.dumps(keep_bounds(value), ensure_ascii=False)
             return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
         case StructuredKind.CHOICE:
             writer = LarkWriter(tokenizer.added_tokens)
@@ -141,6 +143,8 @@ def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
 
 
 def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
+    if "NoExtensionBias" in reason:  # llguidance's name for it
+        reason = "no output can fit it, since a part of it consists only of itself"
     return InvalidRequestError(f"{spec.param} cannot be compiled: {reason.strip()}", spec.param)
 
 

@@ -216,6 +216,26 @@ def _with_tags(schema: Any) -> Any:
     return require(find(schema, "#", ""), "#", "")
 
 
+def check_references(root: Any) -> None:
+    """Raises `ValueError` if a reference leads only to itself, and `RecursionError`.
+
+    No value fits `{"$ref": "#/$defs/a"}` if `a` is `{"$ref": "#/$defs/a"}`. llguidance notices it only when an output
+    has come there.
+    """
+    ends: set[str] = set()
+
+    def follow(schema: Any) -> None:
+        chain: dict[str, None] = {}
+        while (reference := _reference(schema)) is not None and reference not in ends:
+            if reference in chain:
+                raise ValueError(f"the reference {reference} leads only to itself, so no value can fit it")
+            chain[reference] = None
+            schema = referenced(root, reference)
+        ends.update(chain)
+
+    changed_schema(root, follow)
+
+
 def _reference(schema: Any) -> str | None:
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     return reference if isinstance(reference, str) else None

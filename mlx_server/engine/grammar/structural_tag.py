@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mlx_server.engine.grammar.schema import keep_bounds
+from mlx_server.engine.grammar.schema import check_references, keep_bounds
 from mlx_server.engine.text.tokenizer import Tokenizer
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -160,7 +160,9 @@ class _Converter:
         return self.writer.literal(_need(item, "value", str))
 
     def _json_schema(self, item: Mapping[str, Any]) -> str:
-        return json_expression(item.get("json_schema", {}), self._json_options)
+        schema = item.get("json_schema", {})
+        check_references(schema)
+        return json_expression(schema, self._json_options)
 
     def _regex(self, item: Mapping[str, Any]) -> str:
         return self.writer.rule("REGEX", terminal(_need(item, "pattern", str)))

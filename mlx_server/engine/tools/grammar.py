@@ -14,6 +14,7 @@ from mlx_server.engine.grammar.schema import (
     adapted_schema,
     changed_schema,
     check_patterns,
+    check_references,
     checked_schema,
     referenced,
 )
@@ -141,6 +142,12 @@ class _CallGrammar:
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         schema = checked_schema(schema, f"{where}.parameters")
         check_patterns(schema, f"{where}.parameters")
+        try:
+            check_references(schema)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{where}.parameters cannot be compiled: {error}", f"{where}.parameters"
+            ) from error
         schema = adapted_schema(schema, is_closed=self._is_closed)
         self._has_pattern = name in self._patterns
         schema = self._with_pattern(schema, name, where)

@@ -63,6 +63,51 @@ def test_nesting_without_end_is_refused() -> None:
         spec_of(json=json.loads('{"items":' * 900 + "{}" + "}" * 900), disable_additional_properties=True)
 
 
+LOOPS: list[tuple[Any, str]] = [
+    ({"properties": {"a": {"$ref": "#/properties/a"}}}, "#/properties/a"),
+    ({"type": "array", "items": {"$ref": "#/items"}, "minItems": 1}, "#/items"),
+    ({"$ref": "#"}, "#"),
+    (
+        {
+            "properties": {"a": {"$ref": "#/$defs/a"}, "x": {"$ref": "#/$defs/c"}},
+            "$defs": {"a": {"type": "null"}, "b": {"$ref": "#/$defs/c"}, "c": {"$ref": "#/$defs/b"}},
+        },
+        "#/$defs/c",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "reference"), LOOPS)
+def test_a_reference_only_to_itself_is_refused(schema: Any, reference: str) -> None:
+    """Beyond the first token llguidance fails in the middle of an output."""
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    for spec in (spec_of(json=schema), spec_of(structural_tag=tag)):
+        with pytest.raises(InvalidRequestError) as caught:
+            COMPILER.compile(spec)
+        assert f"cannot be compiled: the reference {reference} leads only to itself" in caught.value.message
+        assert caught.value.param == spec.param
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/properties/a"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}, "b": {"items": {}}}},
+        {"const": {"$ref": "#/const"}},
+        {"properties": {"$ref": {"type": "string"}}},
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(50)} | {"50": {}}},
+    ],
+)
+def test_other_references_are_not(schema: Any) -> None:
+    assert COMPILER.compile(spec_of(json=schema))
+
+
+@pytest.mark.parametrize("grammar", ["root ::= root", "start: start"])
+def test_a_rule_of_itself_alone_is_refused_in_words(grammar: str) -> None:
+    with pytest.raises(InvalidRequestError, match="no output can fit it, since a part of it consists only of itself$"):
+        COMPILER.compile(spec_of(grammar=grammar))
+
+
 def test_numbers_beyond_all_floats_are_no_fault_of_ours() -> None:
     with pytest.raises(InvalidRequestError, match="cannot be compiled"):
         COMPILER.compile(spec_of(json={"type": "number", "exclusiveMinimum": 10**400, "maximum": 10**400}))

@@ -463,6 +463,13 @@ def test_arguments_whose_schemas_would_be_too_long_are_free() -> None:
     assert not is_accepted("parameter=n>\nanything")
 
 
+@pytest.mark.parametrize("name", [None, "qwen3_coder", "pythonic"])
+def test_an_argument_that_refers_only_to_itself_is_refused(name: str | None) -> None:
+    with pytest.raises(InvalidRequestError, match="the reference #/properties/a leads only to itself") as caught:
+        force(name, [tool("f", {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}})])
+    assert caught.value.param == "tools[0].function.parameters"
+
+
 def test_two_arguments_may_have_the_same_members_in_another_order() -> None:
     """A schema's order of members is the order in which they are written."""
     members = {"x": {"type": "integer"}, "y": {"type": "integer"}}
