@@ -104,7 +104,7 @@ def test_other_references_are_not(schema: Any) -> None:
 
 @pytest.mark.parametrize("grammar", ["root ::= root", "start: start"])
 def test_a_rule_of_itself_alone_is_refused_in_words(grammar: str) -> None:
-    with pytest.raises(InvalidRequestError, match="no output can fit it, since a part of it consists only of itself$"):
+    with pytest.raises(InvalidRequestError, match=r"no output can fit it, since a part of it consists only of itself$"):
         COMPILER.compile(spec_of(grammar=grammar))
 
 

@@ -124,8 +124,8 @@ def test_the_last_files_are_kept_as_far_as_they_fit():
     cut = written(TOKENIZER, Gap("a", "b", [("1", "x" * 50), ("2", "y" * 50)]), len(whole) - 1)
     assert "yyyy" in cut
     assert "xxxx" not in cut
-    gap = Gap("a", "b", [("1", "x"), ("2", "y" * 50)])
-    assert "x" not in written(TOKENIZER, gap, 40), "a file that fits before one that does not"
+    gap = Gap("a", "b", [("1", "z"), ("2", "y" * 50)])
+    assert "z" not in written(TOKENIZER, gap, 40), "a file that fits before one that does not"
     none = written(TOKENIZER, Gap("a", "b", [("1", "x" * 200_000)]), 100)
     assert none == f"{QWEN[0]}a{QWEN[1]}b{QWEN[2]}"
 
