@@ -75,6 +75,7 @@ _LOOKS = 8
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 """The end of a request's head, by h11's rule."""
 _ORIGIN = re.compile(rb"(?i)\Ahttps?://[^/?]*/?")
+"""What a proxy writes before the path (RFC 9112, 3.2.2)."""
 
 _RETRY_S = 5.0
 _LOG_EVERY_S = 60.0
