@@ -181,7 +181,7 @@ def _values(text: str, *, is_strict: bool) -> Iterator[Any]:
         yield value
 
 
-_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_WORDS = {"True": True, "False": False, "None": None, "null": None}
 _LOWER_WORDS = {word.lower(): value for word, value in _WORDS.items()}
 _READERS: tuple[Callable[[str], Any], ...] = (lambda text: json.loads(text, strict=False), ast.literal_eval)
 

@@ -18,10 +18,11 @@ import pytest
 
 from mlx_server import LLM, AsyncLLM, SamplingParams
 from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, ModelNotFoundError
+from tests.adapter_files import plain_model, write_adapter
 from tests.embedders import save_embedder
 from tests.engine_worlds import built, greedy, make_folder, make_llm
 from tests.homes import with_kernels
-from tests.tiny_models import byte_tokenizer, save_model_folder
+from tests.tiny_models import byte_tokenizer, reference_generate, save_model_folder
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -333,6 +334,19 @@ async def test_async_vectors_scores_and_adapters_are_those_of_llm(tmp_path: Path
             assert await other.score("one", ["one", "two"]) == llm.score("one", ["one", "two"])
         with pytest.raises(ModelNotFoundError, match="nobody"):
             await other.complete(["a"], adapters="nobody")
+
+
+async def test_prompts_are_answered_by_their_adapters(folder: Path, tmp_path: Path) -> None:
+    terse = write_adapter(folder, tmp_path / "terse")
+    adapters, prompts = {"terse": str(terse)}, [IDS, IDS]
+    expected = [reference_generate(plain_model(folder, adapter), IDS, 8).token_ids for adapter in (None, terse)]
+    assert expected[0] != expected[1]
+    with LLM(str(folder), adapters=adapters, num_kv_blocks=64, max_model_len=256) as llm:
+        found = llm.generate(prompts, greedy(8), use_tqdm=False, adapters=[None, "terse"])
+    assert [list(completion.token_ids) for completion in found] == expected
+    async with AsyncLLM(str(folder), adapters=[str(terse)], num_kv_blocks=64, max_model_len=256) as other:
+        found = await other.complete(prompts, greedy(8), adapters=[None, "terse"])
+    assert [list(completion.token_ids) for completion in found] == expected
 
 
 NOTEBOOK = [

@@ -40,6 +40,7 @@ FEW, MANY = 5, 2**40
         ({"intermediate_size": 3}, {}, 60 + 320 + 160),
         ({"moe_intermediate_size": 16, "num_experts_per_tok": 3}, {}, 60 + 320 + 960),
         ({"num_attention_heads": None, "num_key_value_heads": None}, {}, 60 + 640 + 640),
+        ({"num_attention_heads": 1}, {}, 60 + 640 + 640),
     ],
 )
 def test_what_command_buffers_hold(model: dict[str, Any], work: dict[str, int], num_elements: int) -> None:
