@@ -113,7 +113,8 @@ async def load(body: LoadBody, context: Context) -> dict[str, Any]:
 @router.post("/admin/models/unload")
 async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
     """Unloads a model, and answers when its memory is free. Its requests in progress may finish within
-    `drain_timeout_s`, by default the timeout at shutdown. The next request for the model loads it again."""
+    `drain_timeout_s`, by default the timeout at shutdown; asking again can only shorten that time. The next request for
+    the model loads it again."""
     timeout_s = body.drain_timeout_s
     if timeout_s is None:
         timeout_s = context.config.server.drain_timeout_s
@@ -145,9 +146,8 @@ async def wake_up(context: Context) -> dict[str, Any]:
 
 @router.get("/is_sleeping")
 async def is_sleeping(context: Context) -> dict[str, bool]:
-    """Whether no model is loaded or being loaded."""
-    awake = (ModelState.LOADING, ModelState.READY)
-    return {"is_sleeping": not any(model.state in awake for model in context.pool.models())}
+    """Whether no model is loaded, being loaded or draining."""
+    return {"is_sleeping": all(model.is_down for model in context.pool.models())}
 
 
 def _reading(model: PooledModel) -> dict[str, Any]:

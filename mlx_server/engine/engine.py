@@ -4,7 +4,6 @@ traces are updated when a step is submitted, when it is done, and when a request
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import time
@@ -96,7 +95,7 @@ class AsyncEngine:
         self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
         self._events: ModelEvents | None = None
-        self._is_drained = asyncio.Event()
+        self._drain_over = asyncio.Event()
         self._clock = time.monotonic
 
     # --- properties -----------------------------------------------------------------------------------------
@@ -190,10 +189,9 @@ class AsyncEngine:
         """Stops accepting requests, gives open ones `drain_timeout_s` to finish, fails the rest, and unloads."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
-            self._is_drained.clear()
+            self.shorten_drain(drain_timeout_s)
             if self._streams:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_drained.wait(), drain_timeout_s)
+                await self._drain_over.wait()
             for request_id in self._fail_streams(
                 lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
             ):
@@ -215,6 +213,10 @@ class AsyncEngine:
         await self._unload()
         if self._owns_thread:
             await asyncio.to_thread(self._around.close)
+
+    def shorten_drain(self, timeout_s: float) -> None:
+        """While `stop` waits for open requests: gives them at most `timeout_s` from now. The shortest time holds."""
+        asyncio.get_running_loop().call_later(timeout_s, self._drain_over.set)
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -399,8 +401,8 @@ class AsyncEngine:
                 notify(self.metrics.on_rejected, request.tier, error.reason)
             stream.summary = notify(self.metrics.on_finished, request, reason, now)
             notify(self._tracer.on_finished, request, reason, now)
-        if not self._streams:
-            self._is_drained.set()
+        if not self._streams and self.state is not EngineState.READY:
+            self._drain_over.set()
 
     def _end_request(self, request_id: str, reason: FinishReason, num_void: int) -> None:
         self._forget(request_id, reason)

@@ -191,14 +191,12 @@ class ModelPool:
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:
-        """Unloads a model when its open requests have ended; those still open after `drain_timeout_s` fail. A load in
-        progress is cancelled. Does nothing if the model is not loaded."""
+        """Unloads a model when its open requests have ended; those still open after `drain_timeout_s` fail. A drain in
+        progress can only become shorter. A load in progress is cancelled. Does nothing if the model is not loaded."""
         model = self.find(name)
         model.is_lost, model.keep_alive_s = False, None
-        if model.state is ModelState.LOADING:
-            await self._give_up(model)
-        elif model.state is ModelState.READY:
-            await self._unload(model, drain_timeout_s)
+        await self._give_up(model)
+        await self._unload(model, drain_timeout_s)
         return model
 
     def keep_alive(self, name: str | None, idle_s: float) -> None:
@@ -221,8 +219,7 @@ class ModelPool:
         """Starts to load models that are to be kept, whose engines have died and that could not be loaded again at
         once."""
         for model in self.models():
-            is_down = model.state in (ModelState.UNLOADED, ModelState.FAILED)
-            if model.is_lost and is_down and self._clock() >= model.retry_s:
+            if model.is_lost and model.is_down and self._clock() >= model.retry_s:
                 self._load_task(model)
 
     # --- life -----------------------------------------------------------------------------------------------
@@ -367,11 +364,13 @@ class ModelPool:
             await self._changes.wait()
 
     def _begin_unload(self, model: PooledModel, drain_timeout_s: float) -> None:
-        if model.state is ModelState.READY:
+        if model.is_ready:
             model.begin_drain()
             task = asyncio.create_task(self._stop_engine(model, drain_timeout_s), name=f"unload {model.name}")
             self._unloads.add(task)
             task.add_done_callback(self._unloads.discard)
+        elif model.is_loaded and model.engine is not None:
+            model.engine.shorten_drain(drain_timeout_s)
 
     def _on_death(self, model: PooledModel) -> None:
         """The engine of the model has died: it is unloaded, and loaded again without a request if it is pinned or to be

@@ -93,6 +93,11 @@ class PooledModel:
         return self.state in (ModelState.READY, ModelState.DRAINING)
 
     @property
+    def is_down(self) -> bool:
+        """Unloaded or failed: neither loaded nor being loaded."""
+        return self.state in (ModelState.UNLOADED, ModelState.FAILED)
+
+    @property
     def is_idle(self) -> bool:
         """Ready and unused."""
         return self.is_ready and self.num_users == 0

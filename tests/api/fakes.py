@@ -115,6 +115,9 @@ class FakeEngine:
         self.state = EngineState.STOPPED
         self._fail(OverloadedError("The server has shut down."))
 
+    def shorten_drain(self, timeout_s: float) -> None:
+        """It drains nothing."""
+
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refuse_with is not None:
             raise self.refuse_with

@@ -22,6 +22,7 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import ModelEntry
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.pool.model_pool import ModelPool, build_pool
+from mlx_server.pool.pooled_model import ModelState
 from mlx_server.runtime.model_runner import ModelRunner
 from tests import architectures
 from tests.api.worlds import Site, until
@@ -341,6 +342,23 @@ async def test_unloading_by_hand_ends_what_does_not_end_in_time(serve: Any, fold
     assert gone.json()["state"] == "unloaded"
     assert (await stream).status_code == 503
     assert len(await world.token_ids("a", PROMPTS[0])) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("path", ["/admin/models/unload", "/sleep?mode=abort"])
+async def test_a_drain_is_ended_sooner_by_asking_again(serve: Any, folders: dict[str, Path], path: str):
+    """Until then, the server is not asleep."""
+    world = await serve(config_of({"a": folders["a"]}))
+    stream = asyncio.create_task(world.complete("a", PROMPTS[0], max_tokens=900))
+    await until(lambda: world.context.generations.num_in_progress == 1)
+    slow = world.http.post("/admin/models/unload", json={"model": "a", "drain_timeout_s": 600})
+    first = asyncio.create_task(slow)
+    await until(lambda: world.pool.find("a").state is ModelState.DRAINING)
+    assert (await world.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+    gone = await world.http.post(path, json={"model": "a", "drain_timeout_s": 0} if "admin" in path else None)
+    assert gone.status_code == 200
+    assert (await world.http.get("/is_sleeping")).json() == {"is_sleeping": True}
+    assert (await stream).status_code == 503
+    assert (await first).json()["state"] == "unloaded"
 
 
 @pytest.mark.parametrize("name", ["../a", "..", "/etc", "models/../../a", "a/../a", "%2e%2e/a", "~"])

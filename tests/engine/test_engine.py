@@ -371,6 +371,20 @@ async def test_streams_that_outlast_the_drain_end_with_an_error(folder):
         assert errors[0] is not errors[1]
 
 
+async def test_a_drain_can_be_made_shorter_but_not_longer(folder):
+    async with engine_of(folder) as engine:
+        stream = engine.submit(ask("a", sampling=greedy(250)))
+        await anext(stream)
+        stopping = asyncio.create_task(engine.stop(drain_timeout_s=300.0))
+        await asyncio.sleep(0)
+        engine.shorten_drain(0.0)
+        engine.shorten_drain(300.0)
+        with pytest.raises(OverloadedError, match="shut down"):
+            await read(stream)
+        await stopping
+        assert engine.state is EngineState.STOPPED
+
+
 async def test_a_failed_step_fails_every_request_and_kills_the_engine(folder, monkeypatch):
     async with engine_of(folder, max_num_seqs=2) as engine:
         streams = [engine.submit(ask(f"r{i}", sampling=greedy(100))) for i in range(4)]

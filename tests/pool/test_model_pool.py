@@ -89,6 +89,9 @@ class Engine:
         if self.state is not EngineState.DEAD:
             self.state = EngineState.STOPPED
 
+    def shorten_drain(self, timeout_s: float) -> None:
+        """It drains nothing."""
+
 
 @dataclass
 class Factory:

@@ -1,7 +1,8 @@
-"""The pool with a real engine, whose steps fail."""
+"""The pool with a real engine: steps that fail, memory that is freed, drains that are cut short."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 from mlx_server.config import Config, ModelConfig
 from mlx_server.engine import parts
+from mlx_server.engine.engine import EngineState
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.errors import EngineDeadError
+from mlx_server.errors import EngineDeadError, OverloadedError
 from mlx_server.pool.catalog import Catalog
 from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.pooled_model import ModelState
 from mlx_server.runtime.model_runner import ModelRunner
 from tests.api.worlds import until
 from tests.device_memory import active_bytes
@@ -104,4 +107,31 @@ async def test_an_unloaded_model_is_freed_at_once(tmp_path: Path) -> None:
             assert mx.get_active_memory() < loaded_bytes - 2**19
     finally:
         gc.enable()
+        await pool.stop(0.0)
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+@pytest.mark.parametrize("ends", ["unload", "stop"])
+async def test_a_model_that_drains_is_unloaded_sooner_if_asked_again(
+    ends: str, has_begun: bool, tmp_path: Path
+) -> None:
+    """Also before the first drain has begun to wait, and when the server stops meanwhile."""
+    config = Config(model=ModelConfig(model=str(make_folder(tmp_path / "model"))))
+    pool = ModelPool(Catalog(config), MemoryBudget.of(config.memory), config.pool, Surroundings.alone(config.memory))
+    await pool.start()
+    try:
+        with await pool.acquire(None) as engine:
+            stream = engine.submit(ask("long", 2000))
+            await anext(stream)
+            waiting = asyncio.gather(pool.unload(None, 600.0), pool.unload(None, 900.0))
+            await asyncio.sleep(0)
+            assert pool.find(None).state is ModelState.DRAINING
+            assert engine.state is EngineState.READY
+            if has_begun:
+                await until(lambda: engine.state is EngineState.DRAINING)
+            await (pool.stop(0.0) if ends == "stop" else pool.unload(None, 0.0))
+            assert [model.state for model in await waiting] == [ModelState.UNLOADED] * 2
+            with pytest.raises(OverloadedError, match="was shut down"):
+                await read(stream)
+    finally:
         await pool.stop(0.0)
