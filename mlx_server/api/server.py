@@ -214,7 +214,7 @@ class _Server:
 
     async def _drain(self) -> None:
         """Waits for requests in progress. Those still open after the timeout fail when the pool stops."""
-        logger.info("Shutting down; requests in progress: %d", self._context.generations.num_in_progress)
+        logger.info("Draining; requests in progress: %d", self._context.generations.num_in_progress)
         if not await self._context.generations.drain(self._settings.drain_timeout_s):
             logger.warning(
                 "%d requests are aborted after %g s (--drain-timeout-s)",
@@ -250,7 +250,9 @@ class _Server:
         # at once.
         if self._stop_asked.is_set() and number != signal.SIGHUP:
             _leave(128 + number)
-        self._stop_asked.set()
+        if not self._stop_asked.is_set():
+            logger.info("Shutting down: %s", signal.Signals(number).name)
+            self._stop_asked.set()
 
 
 def _leave(status: int) -> NoReturn:

@@ -100,7 +100,9 @@ async def test_a_signal_lets_streams_finish_and_exits_0(number: int):
             for response in await asyncio.gather(*streams):
                 text = "".join(body["choices"][0]["text"] for body in bodies(response.text))
                 assert text == "Hello world"
-        assert (await running.ended())[0] == 0
+        code, errors = await running.ended()
+    assert code == 0
+    assert errors.count(f"Shutting down: {signal.Signals(number).name}\n") == errors.count("Shutting down") == 1
 
 
 async def test_nohup_keeps_it_alive():
@@ -229,6 +231,8 @@ async def test_while_the_model_loads_health_says_so_and_a_signal_ends_it():
         await asyncio.sleep(0.1)
         assert not waiting.done()
         running.signal(signal.SIGTERM)
-        assert (await running.ended())[0] == 0
+        code, errors = await running.ended()
+        assert code == 0
+        assert errors.count("Shutting down: SIGTERM\n") == 1
         with pytest.raises(httpx.HTTPError):
             await waiting
