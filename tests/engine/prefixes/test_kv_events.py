@@ -8,14 +8,17 @@ import hashlib
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
 
+from mlx_server.api.app import create_app
 from mlx_server.batching.blocks import prefix_cache
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, Config, load_config
@@ -293,6 +296,33 @@ def test_salts_and_adapters_are_told_apart(tmp_path, has_disk: bool):
     run(world)
 
 
+@pytest.mark.parametrize("isolation", ["none", "tier", "key"])
+def test_events_show_the_salt_of_a_prefix_and_not_its_owner(tmp_path, isolation: str):
+    """The salt is at the first block only; without one, there are no keys."""
+    folder = make_folder(tmp_path / "model")
+    flags = {"isolation": isolation, "num_kv_blocks": 40, "max_model_len": 512, "speculate": "off"}
+    endpoints = {"kv_events": "tcp://127.0.0.1:0", "kv_events_replay": "tcp://127.0.0.1:0"}
+    config = load_config(environ={}, flags={"model": str(folder), **flags, **endpoints})
+    salted, plain = random_prompts([100, 100])
+
+    async def world() -> None:
+        async with serving(config) as pool:
+            (source,) = sources(pool).values()
+            subscriber = Subscriber(source)
+            transport = httpx.ASGITransport(create_app(pool, config))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                for body in ({"prompt": salted, "cache_salt": "mine"}, {"prompt": plain}):
+                    answer = await http.post("/v1/completions", json={"max_tokens": 1, **body})
+                    assert answer.status_code == 200, answer.text
+            subscriber.catch_up()
+            subscriber.close()
+            stored = [event for event in subscriber.events if event["type"] == "BlockStored"]
+            keys = {tuple(event["token_ids"]): event.get("extra_keys") for event in stored}
+            assert keys == {tuple(salted[:96]): [["mine"], None, None], tuple(plain[:96]): None}
+
+    run(world)
+
+
 def test_two_models_have_a_topic_and_numbers_each_and_a_load_begins_anew(tmp_path):
     models = "".join(f'[[models]]\nid = "{n}"\nmodel = "{make_folder(tmp_path / n)}"\n' for n in "ab")
     file = tmp_path / "config.toml"
@@ -373,6 +403,72 @@ def test_the_ring_is_bounded_and_a_replay_begins_with_what_is_left(monkeypatch):
     monkeypatch.setattr(kv_events, "_RING_BYTES", 250)
     ring.add(10, bytes(100))
     assert [sequence for sequence, _ in ring.batches] == [9, 10]
+
+
+def publish(channel: ModelEvents, num_batches: int) -> int:
+    """Publishes batches of one block each; returns how many batches there are now, or one less."""
+    num_sent = channel.num_sent + num_batches
+    for index in range(1, num_batches + 1):
+        hashes = (index.to_bytes(16, "big"),)
+        channel.add(prefix_cache.BlocksStored(0, None, hashes, [1] * BLOCK_SIZE, (0,), (), "a"))
+    while channel.num_sent < num_sent:
+        time.sleep(0.01)
+    return num_sent
+
+
+def slow_socket(context: zmq.Context, kind: int, endpoint: str) -> zmq.Socket:
+    """Holds little that is not read."""
+    opened = context.socket(kind)
+    opened.setsockopt(zmq.RCVHWM, 1)
+    opened.setsockopt(zmq.RCVBUF, 2**16)
+    opened.connect(endpoint)
+    return opened
+
+
+def test_a_subscriber_that_does_not_read_loses_later_batches_and_notices(monkeypatch):
+    """Few wait for it where the mark is low: not the 30 that ZeroMQ would keep by itself."""
+    monkeypatch.setattr(kv_events, "HIGH_WATER_MARK", 4)
+    monkeypatch.setattr(kv_events, "_MAX_BLOCKS_A_BATCH", 1)
+    events = KvEvents(FleetConfig(kv_events="tcp://127.0.0.1:0"))
+    channel = events.open("topic", CacheEvents(PrefixMirror((None,)), lambda name: name * 2**20, tuple))
+    sequences: list[int] = []
+
+    def read(first: int) -> None:
+        """Until there is a batch with this number or a later one."""
+        while not sequences or sequences[-1] < first:
+            if subscriber.poll(20):
+                sequences.append(int.from_bytes(subscriber.recv_multipart()[1], "big"))
+            else:
+                channel.add(prefix_cache.CacheCleared())
+
+    with zmq.Context() as context, slow_socket(context, zmq.SUB, events.sources()["0"]["endpoint"]) as subscriber:
+        subscriber.subscribe("topic")
+        read(0)
+        read(publish(channel, 30))
+    events.close()
+    assert sequences == sorted(set(sequences))
+    assert len(sequences) < sequences[-1] - sequences[0]
+
+
+def test_a_slow_reader_gets_a_replay_as_a_whole(monkeypatch):
+    monkeypatch.setattr(kv_events, "_MAX_BLOCKS_A_BATCH", 1)
+    events = KvEvents(FleetConfig(kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0"))
+    channel = events.open("topic", CacheEvents(PrefixMirror((None,)), lambda name: name * 2**13, tuple))
+    publish(channel, 3000)
+    with (
+        zmq.Context() as context,
+        slow_socket(context, zmq.DEALER, events.sources()["0"]["replay_endpoint"]) as asking,
+    ):
+        asking.send_multipart([b"", bytes(8)])
+        assert asking.poll(5000)
+        time.sleep(0.3)  # the server has sent all meanwhile
+        sequences: list[bytes] = []
+        while END not in sequences:
+            assert asking.poll(5000), f"the replay breaks off after {len(sequences)} batches"
+            sequences.append(asking.recv_multipart()[2])
+    events.close()
+    assert len(sequences) > 3000
+    assert sequences[:-1] == [number.to_bytes(8, "big") for number in range(len(sequences) - 1)]
 
 
 def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
