@@ -125,12 +125,11 @@ async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
 async def sleep(
     context: Context, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort"
 ) -> dict[str, str | int]:
-    """vLLM's route: unloads all models, at every level. `abort` ends requests in progress at once; with other modes
+    """vLLM's route: unloads all models at once, at every level. `abort` ends requests in progress at once; with other modes
     they may finish. A request for a model loads it again."""
     timeout_s = 0.0 if mode == "abort" else context.config.server.drain_timeout_s
     with context.sleep_metrics.measured(SleepOperation.SLEEP):
-        for model in context.pool.models():
-            await context.pool.unload(model.name, timeout_s)
+        await asyncio.gather(*(context.pool.unload(model.name, timeout_s) for model in context.pool.models()))
     return {"status": "sleeping", "level": level}
 
 

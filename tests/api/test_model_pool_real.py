@@ -344,6 +344,18 @@ async def test_unloading_by_hand_ends_what_does_not_end_in_time(serve: Any, fold
     assert len(await world.token_ids("a", PROMPTS[0])) == MAX_TOKENS
 
 
+async def test_all_models_drain_at_once_before_sleep(serve: Any, folders: dict[str, Path]):
+    world = await serve(config_of({name: folders[name] for name in "ab"}))
+    streams = [asyncio.create_task(world.complete(name, PROMPTS[0], max_tokens=900)) for name in "ab"]
+    await until(lambda: world.context.generations.num_in_progress == 2)
+    slept = asyncio.create_task(world.http.post("/sleep?mode=wait"))
+    await until(lambda: all(world.pool.find(name).state is ModelState.DRAINING for name in "ab"))
+    assert [stream.done() for stream in streams] == [False, False]
+    await world.http.post("/sleep?mode=abort")
+    assert (await slept).json()["status"] == "sleeping"
+    assert [(await stream).status_code for stream in streams] == [503, 503]
+
+
 @pytest.mark.parametrize("path", ["/admin/models/unload", "/sleep?mode=abort"])
 async def test_a_drain_is_ended_sooner_by_asking_again(serve: Any, folders: dict[str, Path], path: str):
     """Until then, the server is not asleep."""
