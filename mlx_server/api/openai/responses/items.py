@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,19 @@ def normalise_input(
     ]
 
 
+def with_own_ids(items: Iterable[Item], taken: Iterable[str]) -> Iterator[Item]:
+    """Normalised items as they are kept. One whose id is `taken`, or that of an item before it, gets a fresh one, since
+    pages of items begin after an id."""
+    seen = set(taken)
+    for item in items:
+        if item["id"] in seen:
+            kind = KINDS.get(item["type"], _UNREAD)
+            called = {"call_id": _call_id(item)} if "call_id" in kind.fields else {}
+            item = {**item, **called, "id": _fresh_id(kind)}
+        seen.add(item["id"])
+        yield item
+
+
 def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:
     """Adds normalised items of the request's `field` to `turns`. Raises `InvalidRequestError`, also for media."""
     for index, item in enumerate(items):
@@ -95,12 +108,16 @@ def _normalised(item: Item, where: str, part_fields: Sequence[str]) -> Item:
     }
     if "id" in given:
         string_in(given, "id", where)  # others may refer to it
-    whole = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **given, "type": name}
+    whole = {"id": _fresh_id(kind), **given, "type": name}
     if name == "message" and isinstance(whole.get("content"), str):
         is_output = whole.get("role") == "assistant"
         part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
         whole["content"] = [{**part, "text": whole["content"]}]
     return {"status": "completed", **whole} if name != "reasoning" else whole
+
+
+def _fresh_id(kind: Kind) -> str:
+    return f"{kind.prefix}_{uuid.uuid4().hex}"
 
 
 def _known_parts(value: Any, fields: Sequence[str]) -> Any:

@@ -18,7 +18,7 @@ from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import open_exchange
-from mlx_server.api.openai.responses.items import normalise_input, referenced_ids
+from mlx_server.api.openai.responses.items import normalise_input, referenced_ids, with_own_ids
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, total_bytes
@@ -97,10 +97,12 @@ class _Reading:
         check_echo(body)
         referenced = {item_id: item.read() for item_id, item in self._referenced.items()}
         items = normalise_input(body.input, referenced, keeps_images=images is not None)
+        call = body.call(images, items, [item.read() for item in earlier])
         if body.store is not False:
             known = {id(item): self._referenced[item_id] for item_id, item in referenced.items()}
-            self.input_items = (*earlier, *(known.get(id(item)) or KeptItem.of(item) for item in items))
-        return body.call(images, items, [item.read() for item in earlier])
+            kept = with_own_ids(items, [item.id for item in earlier])
+            self.input_items = (*earlier, *(known.get(id(item)) or KeptItem.of(item) for item in kept))
+        return call
 
 
 async def _earlier(body: ResponsesRequest, store: KeptResponses) -> tuple[KeptItem, ...]:

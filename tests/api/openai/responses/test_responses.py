@@ -272,6 +272,21 @@ async def test_input_items_come_in_pages(world: World):
     assert (await world.http.get(f"/v1/responses/{second.id}/input_items?after=x")).status_code == 400
 
 
+async def test_items_of_one_id_are_paged_once_each(world: World):
+    client = world.openai.responses
+    calls: Any = [
+        {"type": "local_shell_call", "id": "same", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "same", "output": "a.txt"},
+    ]
+    first = await client.create(model="fake", input=calls)
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    second = await client.create(model="fake", input=[*calls, reference], previous_response_id=first.id)
+    ids = [item.id async for item in client.input_items.list(second.id, limit=1, order="asc")]
+    assert (len(ids), len({*ids}), ids[0], ids[2]) == (6, 6, "same", first.output[0].id)
+    kept = (await world.http.get(f"/v1/responses/{second.id}/input_items?order=asc")).json()["data"]
+    assert [item.get("call_id", item["id"]) for item in kept[:2] + kept[3:5]] == ["same"] * 4
+
+
 async def test_what_has_ended_cannot_be_cancelled(world: World):
     response = await world.openai.responses.create(model="fake", input="Hi")
     with pytest.raises(openai.BadRequestError, match="ended already: completed"):
