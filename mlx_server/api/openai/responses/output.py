@@ -84,7 +84,7 @@ class ResponseWriter(Writer):
 
     def failure(self, error: ErrorInfo) -> bytes:
         failed = {"code": "server_error", "message": error.message}
-        self._update({**self._first_body, "status": "failed", "output": self._items.done, "error": failed})
+        self._update({**self._first_body, "status": "failed", "output": self._items.cut_off(), "error": failed})
         return self.closing()
 
     async def settle(self) -> None:
@@ -93,7 +93,7 @@ class ResponseWriter(Writer):
 
     def close(self) -> None:
         if self._body["status"] == "in_progress":
-            self._update({**self._body, "status": "cancelled"})
+            self._update({**self._body, "status": "cancelled", "output": self._items.cut_off()})
             if self._store is not None:
                 self._store.settle_later()
 
@@ -211,6 +211,12 @@ class OutputItems:
         if event.finish is not None:
             is_whole = _STATUSES[event.finish.reason] == "completed"
             yield from self._close("completed" if is_whole else "incomplete")
+
+    def cut_off(self) -> list[dict[str, Any]]:
+        """The items so far, the open one as incomplete. It gets no closing events: at these, clients run calls."""
+        for _ in self._close("incomplete"):
+            pass
+        return self.done
 
     def _grow(self, key: object, text: str, new_item: Callable[[int], _TextItem | _CallItem]) -> Iterator[Event]:
         """Adds text to the item with this key, which is made and opened if it is not the open one."""

@@ -141,8 +141,9 @@ async def test_an_error_on_the_way_fails_the_response(world: World):
     last = (await events(world))[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "The engine has died."}
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
     kept = await world.openai.responses.retrieve(last["response"]["id"])
-    assert kept.status == "failed"
+    assert (kept.status, kept.output_text) == ("failed", "H")
 
 
 async def test_a_silent_stream_is_kept_alive(world: World):
@@ -184,6 +185,23 @@ async def test_a_client_that_leaves_cancels_its_response(world: World):
     await world.settle()
     assert len(world.engine.aborted) == 1
     assert (await world.openai.responses.retrieve(response_id)).status == "cancelled"
+
+
+async def test_what_was_written_for_a_client_that_leaves_is_kept(world: World):
+    world.engine.script = say("<think>Hmm.</think>Well then.")
+    world.engine.pause_after = len(world.engine.tokenizer.encode("<think>Hmm.</think>Well t", add_special_tokens=False))
+    async with world.http.stream("POST", "/v1/responses", json={"input": "Hi", "stream": True}) as response:
+        async for line in response.aiter_lines():
+            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+            if event.get("type") == "response.created":
+                response_id = event["response"]["id"]
+            if event.get("type") == "response.output_text.delta":
+                break
+    await world.settle()
+    kept = await world.openai.responses.retrieve(response_id)
+    assert [(item.type, item.status) for item in kept.output] == [("reasoning", "completed"), ("message", "incomplete")]
+    assert kept.output_text
+    assert "Well then.".startswith(kept.output_text)
 
 
 async def test_a_stream_that_was_deleted_stays_so(world: World):
