@@ -59,6 +59,12 @@ class Offer:
         return self.spec.names.with_adapter(self.adapter)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use, beginning with the one in lists."""
+        bases = (self.spec.names.base, *self.spec.aliases)
+        return self.name, *(replace(self.spec.names, base=base).with_adapter(self.adapter) for base in bases)
+
+    @property
     def parent(self) -> str | None:
         """The name of the model without the adapter; None if there is no adapter."""
         return None if self.adapter is None else self.spec.name
@@ -82,11 +88,10 @@ class Catalog:
         """The configured models, the default one first."""
         self._by_name: dict[str, Offer] = {offer.name: offer for spec in self.configured for offer in spec.offers()}
         for spec in self.configured:
-            for base in (spec.names.base, *spec.aliases):
-                names = replace(spec.names, base=base)
-                for offer in spec.offers():
+            for offer in spec.offers():
+                for name in offer.names:
                     # Two ids may serve one folder: the folder's own name belongs to the first.
-                    self._by_name.setdefault(names.with_adapter(offer.adapter), offer)
+                    self._by_name.setdefault(name, offer)
 
     def offer(self, name: str | None) -> Offer:
         """What a name stands for; the default model for None or an empty name. Looks on disk for names that are not

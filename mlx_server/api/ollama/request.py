@@ -207,8 +207,9 @@ async def find_name(pool: ModelPool, name: str | None) -> str | None:
         if offer is not None:
             return offer.name
     wanted = plain(name).lower()
-    served = await asyncio.to_thread(lambda: [offer.name for offer in pool.offered()])
-    return next((ours for ours in served if ours.lower() == wanted), plain(name))
+    names = await asyncio.to_thread(lambda: [ours for offer in pool.offered() for ours in offer.names])
+    found = next((ours for ours in names if ours.lower() == wanted), None)
+    return plain(name) if found is None else pool.offer(found).name
 
 
 @dataclass(frozen=True, slots=True)

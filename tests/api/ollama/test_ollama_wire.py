@@ -333,7 +333,10 @@ async def test_a_body_need_not_say_that_it_is_json(world: World):
 # --- names, keys and errors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fake", "fake:latest", "FAKE", "Fake:latest", "alias", "alias:latest", "", None])
+NAMES = ["fake", "fake:latest", "FAKE", "Fake:latest", "alias", "alias:latest", "ALIAS", "Alias:latest", "", None]
+
+
+@pytest.mark.parametrize("name", NAMES)
 async def test_names_find_the_model(world: World, name: str | None):
     answer = await ask(world, "/api/chat", model=name, messages=user("Hi"))
     assert answer["model"] == (name or "fake")
