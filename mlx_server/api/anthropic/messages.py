@@ -28,6 +28,7 @@ from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, list_of, members
 from mlx_server.api.openai.exchange import Exchange, Writer, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StopStrings
+from mlx_server.engine.grammar.spec import StructuredSpec
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
@@ -83,7 +84,9 @@ class ToolChoice(BaseModel):
 
     def as_openai(self, has_tools: bool) -> str | dict[str, Any] | None:
         if self.type == "tool":
-            return {"type": "function", "function": {"name": str(self.name)}}
+            if self.name is None:
+                raise InvalidRequestError("tool_choice of type tool must have the name of a tool.", "tool_choice.name")
+            return {"type": "function", "function": {"name": self.name}}
         if self.type == "auto" and not has_tools:
             return None
         return "required" if self.type == "any" else self.type
@@ -147,7 +150,7 @@ class CountTokensRequest(OneAnswerOfText):
                 template_kwargs={"enable_thinking": self.thinks, **(self.chat_template_kwargs or {})},
                 reasoning_effort=None if self.output_config is None else self.output_config.effort,
             ),
-            structured=self.structured(self._wanted_format()),
+            structured=self._structured(),
             truncation=self.prompt_truncation,
             max_reasoning_tokens=None if self.thinking is None else self.thinking.budget_tokens,
             has_open_schemas=bool(self.open_schemas),
@@ -160,10 +163,11 @@ class CountTokensRequest(OneAnswerOfText):
             return tool_use(tools or None, None, is_parallel=True)
         return tool_use(tools or None, choice.as_openai(bool(tools)), not choice.disable_parallel_tool_use)
 
-    def _wanted_format(self) -> dict[str, Any] | None:
-        config = self.output_config
-        wanted = self.output_format if config is None or config.format is None else config.format
-        return None if wanted is None else {"type": "json_schema", "json_schema": {"schema": wanted.json_schema}}
+    def _structured(self) -> StructuredSpec | None:
+        wanted, name = self.output_format, "output_format"
+        if self.output_config is not None and self.output_config.format is not None:
+            wanted, name = self.output_config.format, "output_config.format"
+        return self.structured(None if wanted is None else {"type": "json_schema", "schema": wanted.json_schema}, name)
 
 
 class MessagesRequest(CountTokensRequest):

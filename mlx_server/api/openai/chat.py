@@ -87,9 +87,10 @@ def tool_use(
     choice: str | dict[str, Any] | None,
     is_parallel: bool,
     name_of: Callable[[Any], Any] = _function_name,
+    form: str = '{"type": "function", "function": {"name": ...}}',
 ) -> ToolUse:
-    """OpenAI's `tools` and `tool_choice`. `name_of` reads the function's name from a choice in the protocol's form.
-    Raises `InvalidRequestError` with the field's name."""
+    """OpenAI's `tools` and `tool_choice`. `name_of` reads the function's name from a choice in the protocol's form;
+    errors show that `form`. Raises `InvalidRequestError` with the field's name."""
     if tools is not None and not tools:
         raise InvalidRequestError("tools is empty; leave it out or name at least one tool.", "tools")
     names = [_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
@@ -102,24 +103,25 @@ def tool_use(
     if choice == "required":
         return ToolUse(tools=tools, mode="required", is_parallel=is_parallel)
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        wanted = _checked(name_of(choice), names)
+        wanted = _checked(name_of(choice), names, form)
         return ToolUse(tools=tools, mode="required", allowed=frozenset((wanted,)), is_parallel=False)
     inner = choice.get("allowed_tools", choice)  # the Responses API has its members beside the type
     listed = inner.get("tools") if isinstance(inner, dict) else None
     mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise InvalidRequestError(
-            "tool_choice.allowed_tools must have the mode auto or required, and tools with at least one.", "tool_choice"
+            "tool_choice of type allowed_tools must have the mode auto or required, and tools with at least one.",
+            "tool_choice",
         )
-    allowed = frozenset(_checked(name_of(tool), names) for tool in listed)
+    allowed = frozenset(_checked(name_of(tool), names, form) for tool in listed)
     return ToolUse(tools=tools, mode=mode, allowed=allowed, is_parallel=is_parallel)
 
 
-def _checked(name: Any, names: list[str]) -> str:
+def _checked(name: Any, names: list[str], form: str) -> str:
     if not isinstance(name, str):
         raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required", or name functions: '
-            '{"type": "function", "function": {"name": ...}}, or "allowed_tools" with such a list.',
+            f'tool_choice must be "none", "auto", "required", or name functions: {form}, or "allowed_tools" with such '
+            "a list.",
             "tool_choice",
         )
     if name not in names:

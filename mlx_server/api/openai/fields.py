@@ -274,11 +274,13 @@ class GenerationFields(RequestFields):
     def prompt_truncation(self) -> Truncation:
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
-    def structured(self, own_format: dict[str, Any] | None = None) -> StructuredSpec | None:
-        """The format of the output; `own_format` is the protocol's own field for it, in the form of `response_format`.
-        Raises `InvalidRequestError`."""
+    def structured(
+        self, own_format: dict[str, Any] | None = None, own_name: str = "response_format"
+    ) -> StructuredSpec | None:
+        """The format of the output; `own_format` is the protocol's own field for it, in the form of `response_format`,
+        and called `own_name`. Raises `InvalidRequestError`."""
         fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
-        return parse_structured(fields if own_format is None else {**fields, "response_format": own_format})
+        return parse_structured(fields if own_format is None else {**fields, "response_format": own_format}, own_name)
 
     @property
     def output_limit(self) -> int | None:

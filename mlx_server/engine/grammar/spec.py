@@ -51,15 +51,15 @@ _TAG_SCHEMAS = frozenset(("json_schema", "schema"))
 _OPTION_TYPES = {"disable_any_whitespace": bool, "disable_additional_properties": bool, "whitespace_pattern": str}
 
 
-def parse_structured(body: Mapping[str, Any]) -> StructuredSpec | None:
-    """The constraint that a request's body asks for, or None.
+def parse_structured(body: Mapping[str, Any], format_name: str = "response_format") -> StructuredSpec | None:
+    """The constraint that a request's body asks for, or None. Errors call its `response_format` by `format_name`.
 
     Reads OpenAI's `response_format`; vLLM's `structured_outputs` and its older `guided_*`; SGLang's `json_schema`,
     `regex` and `ebnf`; llama.cpp's `grammar`; Ollama's `format`. Null fields count as absent. Schemas are closed
     (`adapted_schema`) unless `open_schemas` is true or `disable_additional_properties` is false. Raises
     `InvalidRequestError` with the field's name for invalid values, and for more than one constraint.
     """
-    found = list(_constraints_in(body))
+    found = list(_constraints_in(body, format_name))
     if len(found) > 1:
         raise InvalidRequestError(
             f"{found[0].param} and {found[1].param} exclude each other; ask for one constraint.", found[1].param
@@ -71,10 +71,10 @@ def parse_structured(body: Mapping[str, Any]) -> StructuredSpec | None:
     return _adapted(found[0], is_closed=not body.get("open_schemas") if asked is None else asked)
 
 
-def _constraints_in(body: Mapping[str, Any]) -> Iterator[StructuredSpec]:
+def _constraints_in(body: Mapping[str, Any], format_name: str) -> Iterator[StructuredSpec]:
     response_format = body.get("response_format")
     if response_format is not None:
-        spec = _from_response_format(response_format)
+        spec = _from_response_format(response_format, format_name)
         if spec is not None:
             yield spec
     outputs = body.get("structured_outputs")
@@ -86,8 +86,7 @@ def _constraints_in(body: Mapping[str, Any]) -> Iterator[StructuredSpec]:
             yield replace(read(body[name], name), whitespace_pattern=whitespace)
 
 
-def _from_response_format(value: Any) -> StructuredSpec | None:
-    where = "response_format"
+def _from_response_format(value: Any, where: str) -> StructuredSpec | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise InvalidRequestError(f"{where} must be an object with a type.", where)
     match value["type"]:

@@ -56,10 +56,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0] is of type web_search_20250305"),
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice names g"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "must have the name of a tool"),
     ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, "tool_choice.type: "),
     ({"thinking": {"type": "loud"}}, "thinking.type: "),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: "),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "schema"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
+        "output_config.format.schema cannot be compiled",
+    ),
+    ({"output_format": {"type": "json_schema", "schema": {"type": "nothing"}}}, "output_format.schema cannot be"),
     ({"n": 2}, "n is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
 ]

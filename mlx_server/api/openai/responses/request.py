@@ -128,16 +128,13 @@ class ResponsesRequest(OneAnswerOfText):
         )
 
     def _structured(self) -> StructuredSpec | None:
-        """What the output must look like. Errors name this protocol's field."""
+        """What the output must look like."""
         wanted = None if self.text is None else self.text.format
-        if wanted is None:
-            return self.structured()
-        is_schema = wanted.get("type") == "json_schema"
-        try:
-            spec = self.structured({"type": "json_schema", "json_schema": wanted} if is_schema else wanted)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(_own_name(error.message), _own_name(error.param or "")) from error
-        return spec and replace(spec, param="text.format")
+        if wanted is not None and wanted.get("type") == "json_schema":
+            if wanted.get("schema") is None:
+                raise InvalidRequestError("text.format.schema is missing.", "text.format.schema")
+            wanted = {"type": "json_schema", "schema": wanted["schema"]}
+        return self.structured(wanted, "text.format")
 
     def _tool_use(self) -> ToolUse:
         tools = list(self.client_tools())
@@ -147,7 +144,7 @@ class ResponsesRequest(OneAnswerOfText):
         _check_names(tools)
         functions = [tool.as_function() for tool in tools]
         choice = None if not tools and self.tool_choice == "auto" else self.tool_choice
-        use = tool_use(functions or None, choice, self.parallel_tool_calls is not False, _chosen_name)
+        use = tool_use(functions or None, choice, self.parallel_tool_calls is not False, _chosen_name, _CHOSEN)
         return replace(use, patterns=patterns)
 
     def client_tools(self) -> Iterator[ClientTool]:
@@ -187,6 +184,8 @@ class ClientTool:
                 "not in a function.",
                 f"{where}.name",
             )
+        if body["type"] == "function" and not isinstance(body.get("parameters") or {}, dict):
+            raise InvalidRequestError(f"{where}.parameters must be a JSON schema.", f"{where}.parameters")
         return cls(body, namespace, where)
 
     @property
@@ -217,12 +216,11 @@ def _check_names(tools: Sequence[ClientTool]) -> None:
             )
 
 
+_CHOSEN = '{"type": "function", "name": ...}'
+
+
 def _chosen_name(choice: Any) -> Any:
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
         return None
     name, namespace = choice.get("name"), choice.get("namespace")
     return qualified(str(name), str(namespace or "")) if name else None
-
-
-def _own_name(text: str) -> str:
-    return text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")

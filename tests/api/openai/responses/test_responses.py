@@ -322,6 +322,12 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools[0].name"),
+    ({"tools": [{**WEATHER, "parameters": [1]}]}, 400, "tools[0].parameters"),
+    (
+        {"tools": [WEATHER, {"type": "namespace", "name": "n", "tools": [{**WEATHER, "parameters": "x"}]}]},
+        400,
+        "tools[1].tools[0].parameters",
+    ),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, 400, "tool_choice"),
@@ -329,7 +335,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, 400, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
     ({"text": {"format": {"type": "poem"}}}, 400, "text.format.type"),
-    ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, 400, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, 400, "text.format.schema"),
     ({"background": True}, 400, "background"),
     ({"conversation": "c"}, 400, "conversation"),
     ({"truncation": "auto"}, 400, "truncation"),
@@ -348,6 +354,14 @@ async def test_what_is_wrong_is_named(world: World, body: dict[str, Any], status
     assert error.keys() == {"message", "type", "param", "code"}
     assert param is None or error["param"] == param
     assert not world.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [({"type": "function"}, '{"type": "function", "name": ...}'), ({"type": "allowed_tools"}, "of type allowed_tools")],
+)
+async def test_choices_of_tools_are_told_in_this_protocols_form(world: World, choice: dict[str, Any], message: str):
+    assert message in (await post(world, tools=[WEATHER], tool_choice=choice)).json()["error"]["message"]
 
 
 def stored(response_id: str, num_items: int = 0) -> StoredResponse:
