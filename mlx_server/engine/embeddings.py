@@ -34,10 +34,11 @@ _ROLES = {
 @dataclass(frozen=True, slots=True)
 class InputTruncation:
     """How to cut a long input: to `num_tokens`, including what the tokenizer adds (-1: to the model's limit; None: not
-    at all), by removing tokens from `side`."""
+    at all), by removing tokens from `side`. `asked_by` is how a request asks for that, for errors."""
 
     num_tokens: int | None = None
     side: Literal["left", "right"] = "right"
+    asked_by: str = "truncate_prompt_tokens: -1"
 
 
 class InputReader:
@@ -67,7 +68,7 @@ class InputReader:
         token_ids = tokenizer.encode(part, add_special_tokens=add_special_tokens)
         if keep is not None and len(token_ids) > keep:
             return self._cut(part, token_ids, keep, truncation, add_special_tokens)
-        self._check(len(token_ids) + num_taken, what, is_part=len(part) < len(text))
+        self._check(len(token_ids) + num_taken, what, truncation, is_part=len(part) < len(text))
         return token_ids
 
     def of_ids(self, token_ids: Sequence[int], truncation: InputTruncation, what: str) -> list[int]:
@@ -76,7 +77,7 @@ class InputReader:
         keep = self._num_kept(truncation, 0)
         if keep is not None and len(token_ids) > keep:
             return list(token_ids[len(token_ids) - keep :] if truncation.side == "left" else token_ids[:keep])
-        self._check(len(token_ids), what)
+        self._check(len(token_ids), what, truncation)
         return list(token_ids)
 
     def _num_kept(self, truncation: InputTruncation, num_taken: int) -> int | None:
@@ -91,14 +92,14 @@ class InputReader:
             )
         return keep
 
-    def _check(self, num_tokens: int, what: str, *, is_part: bool = False) -> None:
+    def _check(self, num_tokens: int, what: str, truncation: InputTruncation, *, is_part: bool = False) -> None:
         if num_tokens == 0:
             raise InvalidRequestError(f"{what} has no tokens; send at least one.", what)
         if num_tokens > self.max_tokens or is_part:
             more = "more than " if is_part else ""
             raise ContextLengthError(
                 f"{what} has {more}{num_tokens} tokens; {self._model_name} takes {self.max_tokens}. Shorten it, or "
-                "send truncate_prompt_tokens: -1 to have it cut.",
+                f"send {truncation.asked_by} to have it cut.",
                 what,
             )
 
@@ -215,9 +216,12 @@ _SIDES = ("query", "document")
 """The names of prompts for the two texts of a pair."""
 
 
-def pair_up(firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str]) -> list[tuple[str, str]]:
-    """Pairs a single first text with each second text, or several with one each. `names` are their fields. Raises
-    `InvalidRequestError`."""
+def pair_up(
+    firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str]
+) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+    """Pairs a single first text with each second text, or several with one each. `names` are their fields. Returns the
+    pairs, and the `paths` that `Scorer.plan` takes. Raises `InvalidRequestError`."""
+    paths = (_path(names[0], firsts), _path(names[1], seconds))
     if len(firsts) == 1:
         firsts = [*firsts] * len(seconds)
     if len(firsts) != len(seconds):
@@ -225,7 +229,11 @@ def pair_up(firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str
             f"{names[0]} has {len(firsts)} texts and {names[1]} {len(seconds)}: send one for all, or one for each.",
             names[0],
         )
-    return list(zip(firsts, seconds))
+    return list(zip(firsts, seconds)), paths
+
+
+def _path(name: str, texts: Sequence[str]) -> str:
+    return f"{name}[{{}}]" if len(texts) > 1 else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +264,7 @@ class YesNoScorer:
     def plan(
         self,
         pairs: Sequence[tuple[str, str]],
-        names: tuple[str, str],
+        paths: tuple[str, str],
         truncation: InputTruncation,
         instruction: str | None = None,
     ) -> ScorePlan:
@@ -265,7 +273,7 @@ class YesNoScorer:
         inputs = []
         for index, (query, document) in enumerate(pairs):
             text = f"{asked}{query}\n<Document>: {document}"
-            num_taken, what = len(self._beginning) + len(self._end), f"{names[1]}[{index}]"
+            num_taken, what = len(self._beginning) + len(self._end), paths[1].format(index)
             middle = self._reader.of_text(text, truncation, what, num_taken=num_taken, add_special_tokens=False)
             inputs.append([*self._beginning, *middle, *self._end])
         return ScorePlan(inputs, lambda results: list(map(_softmax_of_yes, results)))
@@ -287,7 +295,7 @@ class CosineScorer:
     def plan(
         self,
         pairs: Sequence[tuple[str, str]],
-        names: tuple[str, str],
+        paths: tuple[str, str],
         truncation: InputTruncation,
         instruction: str | None = None,
     ) -> ScorePlan:
@@ -303,10 +311,10 @@ class CosineScorer:
         asked: list[tuple[int, int]] = []
         for index, pair in enumerate(pairs):
             place = []
-            for prompt, text, name in zip(prompts, pair, names):
+            for prompt, text, path in zip(prompts, pair, paths):
                 if (prompt, text) not in places:
                     places[prompt, text] = len(inputs)
-                    inputs.append(embedder.token_ids(text, prompt, truncation, f"{name}[{index}]"))
+                    inputs.append(embedder.token_ids(text, prompt, truncation, path.format(index)))
                 place.append(places[prompt, text])
             asked.append((place[0], place[1]))
         return ScorePlan(inputs, lambda results: self._cosines(results, asked))
@@ -318,8 +326,8 @@ class CosineScorer:
 
 
 Scorer: TypeAlias = YesNoScorer | CosineScorer
-"""Scores pairs of texts, the first of which is the query. `plan` raises `InvalidRequestError`; its `names` are the
-fields of both texts, for error messages, which add the pair's index. Any thread."""
+"""Scores pairs of texts, the first of which is the query. `plan` raises `InvalidRequestError`; its `paths` say where
+both texts are in the request, with `{}` for the pair's index. Any thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,7 @@ async def _load_parts(
         watch=around.watch or MemoryWatch(share.read),
         max_model_len=max_model_len,
         weight_bytes=weight_bytes,
-        pooling=_pooling(loaded, text, runner, max_model_len, scheduler.limits.largest_chunk),
+        pooling=_pooling(loaded, settings.name, text, runner, max_model_len, scheduler.limits.largest_chunk),
         own_share=None if around.share is share else share,
         vision=vision,
         disk=disk,
@@ -314,15 +314,21 @@ def _within_pool(limit: int, most_tokens: int) -> int:
 
 
 def _pooling(
-    loaded: LoadedModel, text: TextTools | None, runner: ModelRunner, max_model_len: int, max_chunk_tokens: int
+    loaded: LoadedModel,
+    name: str,
+    text: TextTools | None,
+    runner: ModelRunner,
+    max_model_len: int,
+    max_chunk_tokens: int,
 ) -> Pooling | None:
-    """The model's vectors and scores, if it has them. With bidirectional attention, an input must fit into one step."""
+    """The vectors and scores of a model that clients call `name`, if it has them. With bidirectional attention, an
+    input must fit into one step."""
     spec = loaded.pooling
     if spec is None:
         return None
     limits = [max_model_len, spec.max_tokens, max_chunk_tokens if spec.is_bidirectional else None]
     tokenizer = None if text is None else text.tokenizer
-    reader = InputReader(tokenizer, loaded.name, min(limit for limit in limits if limit), loaded.vocab_size)
+    reader = InputReader(tokenizer, name, min(limit for limit in limits if limit), loaded.vocab_size)
     return Pooling.of(spec, reader, runner.num_pooled_dimensions or loaded.setting("hidden_size", "dim", "n_embd"))
 
 

@@ -29,7 +29,7 @@ from tests.text_worlds import make_tokenizer
 TOKENIZER = Tokenizer(embedder_tokenizer())
 (END_ID,) = TOKENIZER.encode("")
 NOT_AT_ALL, TO_THE_LIMIT = InputTruncation(), InputTruncation(-1)
-NAMES = ("queries", "documents")
+PATHS = ("query", "documents[{}]")
 
 
 def ids_of(text: str) -> list[int]:
@@ -218,7 +218,7 @@ def test_requests_pool_as_the_model_does(is_whole: bool) -> None:
 @pytest.mark.parametrize("normalizes", [False, True])
 def test_cosines_do_not_depend_on_lengths_and_each_text_is_computed_once(normalizes: bool) -> None:
     scorer = CosineScorer(embedder(normalizes=normalizes))
-    plan = scorer.plan([("a", "b"), ("a", "c"), ("b", "a"), ("a", "d")], NAMES, NOT_AT_ALL)
+    plan = scorer.plan([("a", "b"), ("a", "c"), ("b", "a"), ("a", "d")], PATHS, NOT_AT_ALL)
     assert plan.inputs == [[*ids_of(text), END_ID] for text in "abcd"]
     scores = plan.scores([as_bytes(2, 0), as_bytes(3, 4), as_bytes(-5, 0), as_bytes(0, 0)])
     assert scores == pytest.approx([0.6, -1.0, 0.6, 0.0])
@@ -234,33 +234,35 @@ def test_cosines_do_not_depend_on_lengths_and_each_text_is_computed_once(normali
 )
 def test_both_sides_have_prompts_only_if_the_model_has_both(prompts, default, expected) -> None:
     scorer = CosineScorer(embedder(prompts=prompts, default_prompt_name=default))
-    assert scorer.plan([("a", "a")], NAMES, NOT_AT_ALL).inputs == [[*ids_of(text), END_ID] for text in expected]
+    assert scorer.plan([("a", "a")], PATHS, NOT_AT_ALL).inputs == [[*ids_of(text), END_ID] for text in expected]
     with pytest.raises(InvalidRequestError, match=r"documents\[1\] is an empty text"):
-        scorer.plan([("a", "a"), ("a", "")], NAMES, NOT_AT_ALL)
+        scorer.plan([("a", "a"), ("a", "")], PATHS, NOT_AT_ALL)
+    with pytest.raises(InvalidRequestError, match=r"^query is an empty text"):
+        scorer.plan([("", "a"), ("", "a")], PATHS, NOT_AT_ALL)
     with pytest.raises(InvalidRequestError, match="take no instruction"):
-        scorer.plan([("a", "a")], NAMES, NOT_AT_ALL, "Find it")
+        scorer.plan([("a", "a")], PATHS, NOT_AT_ALL, "Find it")
 
 
 def test_a_reranker_s_prompt_has_the_instruction_and_its_scores_are_of_yes_and_no() -> None:
     scorer = YesNoScorer(reader(1000))
     (own,), (asked,) = (
-        scorer.plan([("why", "so")], NAMES, NOT_AT_ALL, instruction).inputs for instruction in (None, "Find it")
+        scorer.plan([("why", "so")], PATHS, NOT_AT_ALL, instruction).inputs for instruction in (None, "Find it")
     )
     text = TOKENIZER.decode(asked, skip_special_tokens=False)
     assert "<|im_start|>user\n<Instruct>: Find it\n<Query>: why\n<Document>: so<|im_end|>" in text
     assert text == TOKENIZER.decode(own, skip_special_tokens=False).replace(
         "Given a web search query, retrieve relevant passages that answer the query", "Find it"
     )
-    scores = scorer.plan([("a", "b")] * 4, NAMES, NOT_AT_ALL).scores(
+    scores = scorer.plan([("a", "b")] * 4, PATHS, NOT_AT_ALL).scores(
         [as_bytes(0, 0), as_bytes(0, 1), as_bytes(2, 1), as_bytes(9000, 0)]
     )
     assert scores == pytest.approx([0.5, 0.7311, 0.2689, 0.0], abs=1e-4)
-    num_around = len(own) - len(scorer.plan([("why", "")], NAMES, NOT_AT_ALL).inputs[0])
+    num_around = len(own) - len(scorer.plan([("why", "")], PATHS, NOT_AT_ALL).inputs[0])
     assert num_around == len("so")
     short = YesNoScorer(reader(len(own) - 1))
     with pytest.raises(ContextLengthError, match=rf"documents\[0\] has {len(own)} tokens"):
-        short.plan([("why", "so")], NAMES, NOT_AT_ALL)
-    (cut,) = short.plan([("why", "so")], NAMES, TO_THE_LIMIT).inputs
+        short.plan([("why", "so")], PATHS, NOT_AT_ALL)
+    (cut,) = short.plan([("why", "so")], PATHS, TO_THE_LIMIT).inputs
     assert "<Document>: s<|im_end|>" in TOKENIZER.decode(cut, skip_special_tokens=False)
 
 

@@ -101,13 +101,13 @@ async def score(
     context: ServerContext,
     options: PoolingOptions,
     pairs: Sequence[tuple[str, str]],
-    names: tuple[str, str],
+    paths: tuple[str, str],
     instruction: str | None,
 ) -> PoolingAnswer[float]:
-    """The scores of pairs of texts, in their order; `names` are the fields of both texts, for errors."""
+    """The scores of pairs of texts, in their order; `paths` are as for `Scorer.plan`."""
     engine, load_s = await _engine(request, context, options)
     scorer = scorer_of(engine.pooling, engine.model_name)
-    plan = await turn_of(request).in_thread(lambda: scorer.plan(pairs, names, options.truncation, instruction))
+    plan = await turn_of(request).in_thread(lambda: scorer.plan(pairs, paths, options.truncation, instruction))
     prompts = [Prompt(tuple(token_ids)) for token_ids in plan.inputs]
     answer = await _run(request, context, engine, load_s, options, prompts, scorer.params, plan.scores)
     if not all(map(math.isfinite, answer.values)):

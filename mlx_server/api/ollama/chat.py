@@ -270,7 +270,7 @@ async def embed(body: EmbedRequest, request: Request, response: Response, contex
     """Vectors of one text or several."""
     started_s = time.monotonic()
     texts = [body.input] if isinstance(body.input, str) else body.input
-    truncation = InputTruncation(None if body.truncate is False else -1)
+    truncation = InputTruncation(None if body.truncate is False else -1, asked_by="truncate: true")
     found = await _embed(body, request, response, context, texts, truncation, dimensions=body.dimensions or None)
     return {
         "model": body.model or "",

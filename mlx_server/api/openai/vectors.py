@@ -143,7 +143,7 @@ class ScoreRequest(PoolingFields):
 async def create_rerank(body: RerankRequest, request: Request, context: Context) -> Response:
     """The documents in the order of their relevance to a query, the best first."""
     pairs = [(body.query, document) for document in body.documents]
-    found = await score(request, context, body.options("rerank"), pairs, ("query", "documents"), body.instruction)
+    found = await score(request, context, body.options("rerank"), pairs, ("query", "documents[{}]"), body.instruction)
     content = await turn_of(request).in_thread(lambda: to_json(_ranking(body, found)))
     return Response(content, headers=found.headers, media_type="application/json")
 
@@ -168,8 +168,7 @@ def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> dict[str, Any]
 @router.post("/score", include_in_schema=False)
 async def create_score(body: ScoreRequest, request: Request, context: Context) -> Response:
     """A score for each pair of texts, in their order."""
-    names = ("text_1", "text_2")
-    pairs = pair_up(body.text_1, body.text_2, names)
-    found = await score(request, context, body.options("score"), pairs, names, body.instruction)
+    pairs, paths = pair_up(body.text_1, body.text_2, ("text_1", "text_2"))
+    found = await score(request, context, body.options("score"), pairs, paths, body.instruction)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.values)]
     return JSONResponse({**_list_head(found), "data": data, "usage": found.usage}, headers=found.headers)

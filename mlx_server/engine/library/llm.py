@@ -314,10 +314,10 @@ class AsyncLLM:
         use_tqdm: bool = False,
     ) -> list[float]:
         """As `LLM.score`."""
-        names = ("text_1", "text_2")
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
         scorer = scorer_of(self.engine.pooling, self.engine.model_name)
-        plan = scorer.plan(pair_up(firsts, seconds, names), names, InputTruncation(truncate_prompt_tokens))
+        pairs, paths = pair_up(firsts, seconds, ("text_1", "text_2"))
+        plan = scorer.plan(pairs, paths, InputTruncation(truncate_prompt_tokens))
         return plan.scores(await pool(self.engine, plan.inputs, scorer.params, use_tqdm))
 
     async def _answer(self, build: Callable[[], PromptRequests]) -> AsyncGenerator[CompletionDelta, None]:

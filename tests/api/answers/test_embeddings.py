@@ -198,6 +198,8 @@ async def test_ollama_s_routes_give_the_same_vectors(world: PoolingWorld):
     refused = await world.post("/api/embed", model="embed", input="one", dimensions=10**6)
     assert refused.status_code == 400
     assert "dimensions" in refused.json()["error"]
+    long = await world.post("/api/embed", model="embed", input="x" * 200, truncate=False)
+    assert "send truncate: true to have it cut" in long.json()["error"]
     many = await world.post("/api/embed", model="embed", input=["a"] * (MAX_INPUTS + 1))
     assert (many.status_code, "at most 2048 texts" in many.json()["error"]) == (400, True)
 
@@ -261,6 +263,11 @@ async def test_what_is_wrong_is_a_400_that_names_it(
     found, text = await world.error(**body)
     assert found == param
     assert re.search(message, text), text
+
+
+async def test_what_is_too_long_names_the_model_as_it_is_served(world: PoolingWorld):
+    _, message = await world.error("/rerank", model="rank", query="a", documents=["b" * 4000])
+    assert "; rank takes" in message
 
 
 async def test_unknown_models_are_a_404(world: PoolingWorld):
@@ -430,11 +437,15 @@ async def test_scores_pair_one_with_all_or_each_with_each(world: PoolingWorld):
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a"}, "documents"),
         ("/rerank", {"documents": ["a"]}, "query"),
+        ("/rerank", {"query": "", "documents": ["a", "b"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]"),
         ("/rerank", {"query": "a", "documents": ["b", {"image": "x"}]}, "documents[1]"),
         ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["title"]}, "rank_fields"),
         ("/rerank", {"query": "a", "documents": ["b" * 4000], "model": "rank"}, "documents[0]"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
         ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"text_1": "", "text_2": ["a", "b"]}, "text_1"),
+        ("/v1/score", {"text_1": ["a", ""], "text_2": ["a", "b"]}, "text_1[1]"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
     ],
 )
