@@ -6,6 +6,7 @@ Ollama's messages become OpenAI's, which have other places for images and though
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from mlx_server.api.openai.chat import Messages, Tool, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
 from mlx_server.api.openai.fields import Bool, Int, Ints, Refused
 from mlx_server.engine.embeddings import FloatArray, InputTruncation
+from mlx_server.engine.text.tokenizer import check_ids
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
@@ -63,6 +65,14 @@ class ChatRequest(OllamaFields):
             truncation=self.prompt_truncation,
             has_open_schemas=bool(self.open_schemas),
         )
+
+    def sent_at(self, message: int, part: int) -> str:
+        """Where the client sent a part of the messages that `call` makes."""
+        where, images = f"messages[{message}]", (self.messages or ())[message].get("images")
+        if not images:
+            return f"{where}.content[{part}]"
+        is_text = isinstance(images, list) and part == len(images)
+        return f"{where}.content" if is_text else f"{where}.images[{part}]"
 
 
 class GenerateRequest(OllamaFields):
@@ -101,6 +111,10 @@ class GenerateRequest(OllamaFields):
             has_open_schemas=bool(self.open_schemas),
         )
 
+    def sent_at(self, message: int, part: int) -> str:
+        """Where the client sent a part of the messages that `call` makes: they are all images."""
+        return f"images[{part}]"
+
     def text_request(self) -> CompletionRequest:
         """The same as a text completion. Raises `InvalidRequestError`."""
         bounds = {name: getattr(self, name) for name in ("truncate_prompt_tokens", "truncation_side")}
@@ -116,8 +130,7 @@ async def chat(body: ChatRequest, request: Request, context: Context) -> Respons
     if not body.messages:
         return await _load_or_unload(body, request, context, chat_members())
     call = await open_call(body, request, context)
-    plan = await call.exchange.plan(body.call)
-    _check_thinks(body, call, plan)
+    plan = await _plan(body, call)
     return call.finish(await call.exchange.answer(plan, AnswerWriter(call, chat_members)))
 
 
@@ -135,12 +148,24 @@ async def _load_or_unload(
     return call.finish(answer(call.name, "load"))
 
 
-def _check_thinks(body: OllamaFields, call: OllamaCall, plan: Plan) -> None:
-    """Raises `InvalidRequestError` if a model is asked to think and cannot."""
+_PART = re.compile(r"\bmessages\[(\d+)\]\.content\[(\d+)\]")
+
+
+async def _plan(body: ChatRequest | GenerateRequest, call: OllamaCall) -> Plan:
+    """Plans a chat. Raises `ServeError`, also if a model is asked to think and cannot; errors name images where the
+    client sent them."""
+    try:
+        plan = await call.exchange.plan(body.call)
+    except InvalidRequestError as error:
+        message = _PART.sub(lambda found: body.sent_at(int(found[1]), int(found[2])), error.message)
+        if message == error.message:
+            raise
+        raise InvalidRequestError(message) from error
     if body.think and not plan.can_reason:
         raise InvalidRequestError(
             f'"{call.name}" does not support thinking. Leave think out, or set it to false.', "think"
         )
+    return plan
 
 
 @router.post("/api/generate", responses=openapi_responses("model", "created_at", "response", "done", media_type=NDJSON))
@@ -154,8 +179,8 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
         plan = await plan_text(exchange, body.text_request())
         writer = AnswerWriter(call, text_members)
     else:
-        plan = await exchange.plan(body.call)
-        _check_thinks(body, call, plan)
+        plan = await _plan(body, call)
+        check_ids("context", body.context or (), exchange.engine.grammars.vocab_size)
         prompt = _after(body.context or (), plan.prompts[0])
         plan = replace(plan, prompts=(prompt,))
         writer = AnswerWriter(call, text_members, prompt)
@@ -223,7 +248,7 @@ def _content_of(text: Any, images: Any) -> Any:
     if not images:
         return text
     listed = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
-    pictures = [{"type": "image_url", "image_url": {"url": f"data:image;base64,{image}"}} for image in listed]
+    pictures = [{"type": "image", "image": f"data:image;base64,{image}"} for image in listed]
     return [*pictures, *([{"type": "text", "text": text}] if text else [])]
 
 

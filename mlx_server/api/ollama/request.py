@@ -27,7 +27,7 @@ from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StopStrings
+from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Penalty, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.pool.access import check_model_access
 from mlx_server.pool.catalog import LATEST_TAG
@@ -110,7 +110,7 @@ class Options(BaseModel):
     min_p: Number | None = Field(None, ge=0, le=1)
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopStrings | None = None
-    repeat_penalty: Number | None = None
+    repeat_penalty: Penalty | None = None
     repeat_last_n: Integer | None = Field(None, ge=-1)
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None

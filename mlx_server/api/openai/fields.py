@@ -109,7 +109,7 @@ def no_limit(value: Any) -> Any:
 
 TokenLimit = Annotated[Annotated[Int, Field(ge=1)] | None, BeforeValidator(no_limit)]
 
-_Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
@@ -170,8 +170,8 @@ class GenerationFields(RequestFields):
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=-1, le=MAX_TOP_K)
     min_p: Number | None = Field(None, ge=0, le=1)
-    repetition_penalty: _Penalty | None = None
-    repeat_penalty: _Penalty | None = None
+    repetition_penalty: Penalty | None = None
+    repeat_penalty: Penalty | None = None
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     logit_bias: _LogitBias | None = None

@@ -273,13 +273,24 @@ async def test_a_users_image_is_refused_with_the_reason(seer: World, name: str):
     assert not seer.engine.requests
 
 
+PLACES = {
+    "/v1/chat/completions": "messages[0].content[",
+    "/v1/messages": "messages[0].content[",
+    "/v1/responses": "input[0].content[",
+    "/api/chat": "messages[0].images[0]",
+    "/api/generate": "images[0]",
+}
+
+
 async def test_each_protocol_tells_in_its_shape(seer: World):
     for path, body in ASKS.values():
         broken = json.loads(json.dumps(body).replace(CAT_BASE64, "JVBERg=="))
         response = await seer.http.post(path, json=broken)
         assert response.status_code == 400
         error = response.json()["error"]
-        assert "cannot be decoded" in (error if path.startswith("/api") else error["message"])
+        message = error if path.startswith("/api") else error["message"]
+        assert "cannot be decoded" in message
+        assert message.startswith(PLACES[path])
 
 
 async def test_images_are_bounded_in_bytes(seer: World, monkeypatch: pytest.MonkeyPatch):

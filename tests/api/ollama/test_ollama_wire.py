@@ -207,6 +207,7 @@ async def test_the_best_token_alone_is_a_top_p_of_nothing(world: World):
         ({"num_predict": True}, "options.num_predict"),
         ({"min_p": 2}, "options.min_p"),
         ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repeat_penalty": -1}, "options.repeat_penalty"),
         ({"repeat_last_n": -2}, "options.repeat_last_n"),
         ({"seed": 1e300}, "options.seed"),
     ],
@@ -286,8 +287,12 @@ async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):
 @pytest.mark.parametrize(
     ("path", "body", "what"),
     [
-        ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "image"),
-        ("/api/generate", {"prompt": "Hi", "images": ["aGk="]}, "image"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "messages[0].images[0] "),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": 5}]}, "messages[0].images[0] is"),
+        ("/api/chat", {"messages": user([{"type": "image_url", "image_url": "x"}])}, "messages[0].content[0] is"),
+        ("/api/generate", {"prompt": "Hi", "images": ["aGk="], "system": "x"}, "images[0] is"),
+        ("/api/generate", {"prompt": "Hi", "context": [-1]}, "context has the token id -1"),
+        ("/api/generate", {"prompt": "Hi", "context": [10**6]}, "context has the token id 1000000"),
         ("/api/generate", {"prompt": "Hi", "template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {"prompt": "Hi", "raw": True, "system": "x"}, "raw"),
         ("/api/generate", {"prompt": "Hi", "raw": True, "think": True}, "think"),
@@ -303,7 +308,9 @@ async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):
     ids=str,
 )
 async def test_wrong_requests_are_refused_in_ollamas_shape(world: World, path: str, body: dict[str, Any], what: str):
-    assert what in await refusal(world, path, 400, **body)
+    message = await refusal(world, path, 400, **body)
+    assert what in message
+    assert path == "/api/chat" or "messages[" not in message
 
 
 async def test_a_model_that_cannot_think_says_so(world: World):
