@@ -195,7 +195,7 @@ class ChatPlanner:
         parts = None if seeing is None else ImageParts()
 
         def write(call: ChatCall, pictures: Pictures | None) -> _Written:
-            written = _written(engine, owner, call, pictures)
+            written = _written(engine, owner, call, pictures, is_counted=not plans)
             if call.grammar_param is not None or not plans:
                 return written
             return replace(written, plan=_plan(engine, written))
@@ -227,13 +227,15 @@ class _Written:
     plan: Plan | None = None
 
 
-def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None) -> _Written:
-    """Renders and tokenizes the prompt of `call` for `owner`. A text that is far too long for the context is tokenized
-    in part only."""
+def _written(
+    engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None, *, is_counted: bool
+) -> _Written:
+    """Renders and tokenizes the prompt of `call` for `owner`. A text that is far too long (`Truncation.part`) is
+    tokenized in part only."""
     tokenizer, max_model_len = engine.tokenizer, engine.max_model_len
 
     def cut(text: str) -> str:
-        return call.truncation.part(text, tokenizer, max_model_len)
+        return call.truncation.part(text, tokenizer, max_model_len, is_counted=is_counted)
 
     prompt = engine.chat.format(call.messages, call.tool_use.shown, call.options, cut, owner, pictures)
     token_ids = call.truncation.apply(prompt.token_ids, max_model_len)

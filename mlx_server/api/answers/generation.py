@@ -37,6 +37,12 @@ class Prompt:
     images: tuple[PromptImage, ...] = ()
 
 
+MAX_COUNTED_TOKENS = 128 * 1024
+"""Of a prompt that is only counted, if the model's context is shorter: agents keep conversations for the contexts of
+hosted models. Texts of up to eight characters for each are counted whatever they have: at worst a million tokens, which
+take about a second and 0.3 GB."""
+
+
 @dataclass(frozen=True, slots=True)
 class Truncation:
     """How a client wants a long prompt cut: to `num_tokens` (-1: the context length less one token for the output),
@@ -45,13 +51,20 @@ class Truncation:
     num_tokens: int | None = None
     side: Literal["left", "right"] = "left"
 
-    def part(self, text: str, tokenizer: Tokenizer, max_model_len: int) -> str:
+    def part(self, text: str, tokenizer: Tokenizer, max_model_len: int, *, is_counted: bool = False) -> str:
         """Returns the part of `text` that must be tokenized before `apply`. Raises `ContextLengthError` for a text that
-        must not be cut and is far too long."""
+        must not be cut and is far too long: for the context, or if it `is_counted` only, for `MAX_COUNTED_TOKENS`."""
         keep = self.num_kept(max_model_len)
-        most = max_model_len if keep is None else min(keep, max_model_len)
+        limit = max(max_model_len, MAX_COUNTED_TOKENS) if is_counted else max_model_len
+        most = limit if keep is None else min(keep, limit)
         part = tokenizer.part_of(text, most, is_end=keep is not None and self.side == "left")
         if keep is None and len(part) < len(text):
+            if is_counted:
+                raise ContextLengthError(
+                    f"The prompt is too long to be counted: at least {limit + 1} tokens > {limit} maximum. Already "
+                    f"{len(part)} of its {len(text)} characters are so many. Send it in parts.",
+                    "input_tokens",
+                )
             raise ContextLengthError.of_prompt(
                 f"at least {max_model_len + 1}",
                 max_model_len,

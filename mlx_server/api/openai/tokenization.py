@@ -79,7 +79,7 @@ async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Re
 
 
 def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
-    part = Truncation().part(text, engine.tokenizer, engine.max_model_len)
+    part = Truncation().part(text, engine.tokenizer, engine.max_model_len, is_counted=True)
     return engine.tokenizer.encode(part, add_special_tokens=add_special_tokens)
 
 

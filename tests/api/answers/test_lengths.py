@@ -54,7 +54,7 @@ async def test_so_it_is_where_tokens_are_only_counted(
     answer = await world.http.post(path, json=body)
     assert answer.status_code == 400
     assert "of its 10000" in answer.json()["error"]["message"]
-    assert sum(tokenized) < 200_000
+    assert sum(tokenized) < 300_000
 
 
 @pytest.mark.parametrize("num_chars", [2000, 10_000_000])
@@ -86,10 +86,19 @@ async def test_clients_can_tell_that_a_prompt_is_too_long(world: World, path: st
 async def test_what_is_little_more_than_the_context_is_counted(world: World):
     counted = (await world.http.post("/tokenize", json={"prompt": "1" * 2000})).json()
     assert (counted["count"], counted["max_model_len"]) == (2000, 512)
-    counted = (await world.http.post("/v1/messages/count_tokens", json={"messages": user("1" * 60_000)})).json()
-    assert counted["input_tokens"] > 60_000
-    counted = (await world.http.post("/v1/responses/input_tokens", json={"input": "1" * 60_000})).json()
-    assert counted["input_tokens"] > 60_000
+
+
+async def test_conversations_for_longer_contexts_are_counted(world: World):
+    """By the count, agents decide when to shorten a conversation."""
+    text = "1" * 250_000
+    assert (await world.http.post("/tokenize", json={"prompt": text})).json()["count"] == 250_000
+    assert (await world.http.post("/tokenize", json={"messages": user(text)})).json()["count"] > 250_000
+    for path, field, value in (
+        ("messages/count_tokens", "messages", user(text)),
+        ("responses/input_tokens", "input", text),
+    ):
+        counted = (await world.http.post(f"/v1/{path}", json={field: value})).json()
+        assert counted["input_tokens"] > 250_000
 
 
 async def test_millions_of_ids_are_to_be_sent_in_parts(world: World):
