@@ -18,7 +18,7 @@ them alone must allow the members of the others:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from math import inf
 from typing import Any
 
@@ -219,21 +219,71 @@ def _with_tags(schema: Any) -> Any:
 def check_references(root: Any) -> None:
     """Raises `ValueError` if a reference leads only to itself, and `RecursionError`.
 
-    No value fits `{"$ref": "#/$defs/a"}` if `a` is `{"$ref": "#/$defs/a"}`. llguidance notices it only when an output
-    has come there.
+    No value fits `{"$ref": "#/$defs/a"}` if `a` is `{"$ref": "#/$defs/a"}`, or has it in an `allOf`, in all branches of
+    an `anyOf` or `oneOf`, or in a member or item that each value of it must have. llguidance notices it only when an
+    output has come there, or lets the output nest without end. Lists and trees that may end are fine.
     """
-    ends: set[str] = set()
+    ends: set[str] = set()  # references that a finite value fits
+    waiting: dict[str, list[str]] = {}  # by a reference, those that may end once it does
+    found: dict[str, None] = {}
+    pending: list[str] = []
 
-    def follow(schema: Any) -> None:
-        chain: dict[str, None] = {}
-        while (reference := _reference(schema)) is not None and reference not in ends:
-            if reference in chain:
-                raise ValueError(f"the reference {reference} leads only to itself, so no value can fit it")
-            chain[reference] = None
-            schema = referenced(root, reference)
-        ends.update(chain)
+    def collect(reference: str | None) -> None:
+        if reference is not None and reference not in found:
+            found[reference] = None
+            pending.append(reference)
 
-    changed_schema(root, follow)
+    changed_schema(root, lambda schema: collect(_reference(schema)))
+    while pending:
+        reference = pending.pop()
+        hindrances = _hindrances(referenced(root, reference), ends)
+        if not hindrances and reference not in ends:
+            ends.add(reference)
+            pending += waiting.pop(reference, ())
+        for hindrance in hindrances:
+            collect(hindrance)  # it may be in a value that something refers to
+            waiting.setdefault(hindrance, []).append(reference)
+    chain: set[str] = set()
+    loose = [reference for reference in found if reference not in ends][:1]
+    for reference in loose:  # follows it until it comes back
+        if reference in chain:
+            raise ValueError(f"the reference {reference} leads only to itself, so no value can fit it")
+        chain.add(reference)
+        loose += list(_hindrances(referenced(root, reference), ends))[:1]
+
+
+def _hindrances(schema: Any, ends: Set[str]) -> dict[str, None]:
+    """References of which one must end before a finite value can fit the schema; none if one can already."""
+    for part in _all_of(schema):
+        if hindrances := _hindrances(part, ends):
+            return hindrances
+    for key in ("anyOf", "oneOf"):
+        branches = [_hindrances(branch, ends) for branch in _listed(schema, key)]
+        if branches and all(branches):
+            return {reference: None for branch in branches for reference in branch}
+    reference = _reference(schema)
+    return {} if reference is None or reference in ends else {reference: None}
+
+
+def _all_of(schema: Any) -> Iterator[Any]:
+    """The schemas that each value of `schema` must fit, in whole or with a part of it."""
+    yield from _listed(schema, "allOf")
+    if not isinstance(schema, Mapping):
+        return
+    properties, least = schema.get("properties"), schema.get("minItems")
+    if schema.get("type") in ("object", ["object"]) and isinstance(properties, Mapping):
+        required = _listed(schema, "required")
+        yield from (value for name, value in properties.items() if name in required)
+    if schema.get("type") in ("array", ["array"]) and isinstance(least, int | float):
+        first = _listed(schema, "prefixItems")
+        yield from (item for index, item in enumerate(first) if index < least)
+        if least > len(first):
+            yield schema.get("items")
+
+
+def _listed(schema: Any, key: str) -> list[Any]:
+    value = schema.get(key) if isinstance(schema, Mapping) else None
+    return value if isinstance(value, list) else []
 
 
 def _reference(schema: Any) -> str | None:
@@ -343,7 +393,7 @@ def _escaped(name: str) -> str:
 
 def referenced(root: Any, reference: str) -> Any:
     """The target of a reference within the schema; for any other reference, a schema with unknown members."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return _UNKNOWN
     target = root
     for step in reference.split("/")[1:]:

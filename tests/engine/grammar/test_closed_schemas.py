@@ -153,7 +153,7 @@ def test_a_tagged_union_must_have_its_tag() -> None:
         ("#/1", 4),
         *(
             (reference, "unknown")
-            for reference in ("#/anyOf/2", "#/anyOf/x", "#/anyOf/-1", "#/none", "#/1/0", "other.json#/1")
+            for reference in ("#/anyOf/2", "#/anyOf/x", "#/anyOf/-1", "#/none", "#/1/0", "#1", "other.json#/1")
         ),
     ],
 )
