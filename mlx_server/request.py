@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
+from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
 
 DIGEST_BYTES = 32
@@ -126,8 +127,9 @@ class TokenConstraint(Protocol):
         ...
 
     @property
-    def error(self) -> str | None:
-        """Why the grammar cannot follow the output any further (it is too complex); None if it can."""
+    def error(self) -> InvalidRequestError | None:
+        """Why the grammar cannot follow the output any further (it is too complex), with the request's field; None if
+        it can."""
         ...
 
 

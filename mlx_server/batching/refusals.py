@@ -97,7 +97,8 @@ def grammar_error(request: Request, token_id: int) -> ServeError:
     sampling, num_tokens = request.sampling, len(request.output_token_ids) - 1
     given_up = None if request.constraint is None else request.constraint.error
     if given_up is not None:
-        return InvalidRequestError(f"The grammar cannot be followed beyond {num_tokens} tokens of output: {given_up}.")
+        message = f"The grammar cannot be followed beyond {num_tokens} tokens of output: {given_up.message}."
+        return InvalidRequestError(message, given_up.param)
     if sampling.allowed_token_ids is not None:
         return InvalidRequestError(
             f"The grammar allows none of allowed_token_ids after {num_tokens} tokens of output; add those that it "

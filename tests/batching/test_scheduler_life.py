@@ -90,6 +90,18 @@ def test_a_token_that_breaks_the_grammar_is_an_error_of_that_request_alone() -> 
     assert world.reasons["other"] is FinishReason.LENGTH
 
 
+def test_a_grammar_that_has_failed_is_named_with_its_reason() -> None:
+    tokens = expected_tokens(make_request("bound").prompt_token_ids, 2)
+    world = make_world()
+    constraint = FakeConstraint(9, refused=frozenset({tokens[1]}), error=InvalidRequestError("too long", "regex"))
+    world.add(make_request("bound", max_tokens=9, constraint=constraint))
+    world.finish()
+    (failed,) = [output for output in world.outputs if output.finish_reason is FinishReason.ERROR]
+    assert isinstance(failed.error, InvalidRequestError)
+    assert failed.error.message == "The grammar cannot be followed beyond 1 tokens of output: too long."
+    assert failed.error.param == "regex"
+
+
 @pytest.mark.parametrize(
     ("more", "param"), [({"allowed_token_ids": (0,)}, "allowed_token_ids"), ({"min_tokens": 5}, "min_tokens")]
 )

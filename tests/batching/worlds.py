@@ -24,6 +24,7 @@ from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.config import BLOCK_SIZE
+from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import (
     STATES,
     BlockCopies,
@@ -694,8 +695,13 @@ class FakeConstraint:
     the output is complete after `length` tokens."""
 
     def __init__(
-        self, length: int, forced: dict[int, tuple[int, ...]] | None = None, refused: frozenset[int] = frozenset()
+        self,
+        length: int,
+        forced: dict[int, tuple[int, ...]] | None = None,
+        refused: frozenset[int] = frozenset(),
+        error: InvalidRequestError | None = None,
     ):
+        self.error = error
         self.accepted: list[int] = []
         self._length = length
         self._forced = forced or {}
@@ -716,11 +722,9 @@ class FakeConstraint:
         return bytes([len(self.accepted)])
 
     def fork(self) -> FakeConstraint:
-        other = FakeConstraint(self._length, self._forced, self._refused)
+        other = FakeConstraint(self._length, self._forced, self._refused, self.error)
         other.accepted = list(self.accepted)
         return other
 
     def is_terminated(self) -> bool:
         return len(self.accepted) >= self._length
-
-    error: str | None = None

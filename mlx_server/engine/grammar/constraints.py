@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -84,7 +84,7 @@ class GrammarCompiler:
         if grammar is None:
             grammar = self._compile(spec)
             self._cache.put(spec, grammar)
-        return grammar
+        return grammar if grammar.param == spec.param else replace(grammar, param=spec.param)
 
     def _compile(self, spec: StructuredSpec) -> CompiledGrammar:
         if self._vocabulary is None:
@@ -102,11 +102,12 @@ class GrammarCompiler:
         ignored = [warning for warning in warnings if warning not in _SERVED]
         if ignored and spec.kind is StructuredKind.JSON_SCHEMA:
             raise _refusal(spec, "; ".join(ignored))
-        matcher.compute_bitmask()  # fills the cache that all cursors share, and fails if the grammar is too complex
-        if matcher.is_error():
-            raise _refusal(spec, matcher.get_error())
+        matcher.compute_bitmask()  # fills the cache that all cursors share
+        beginning = GrammarConstraint(matcher, self._vocabulary, self.vocab_size)
+        if fault := beginning.fault():
+            raise _refusal(spec, fault)
         notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
-        return CompiledGrammar(GrammarConstraint(matcher, self._vocabulary, self.vocab_size), tuple(notes))
+        return CompiledGrammar(beginning, tuple(notes), spec.param)
 
     def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
         """Sets `fault` and returns None if that is impossible."""
@@ -142,22 +143,48 @@ def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
             return str(llguidance.grammar_from(spec.kind.value, spec.source))
 
 
-def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
-    if "NoExtensionBias" in reason:  # llguidance's name for it
-        reason = "no output can fit it, since a part of it consists only of itself"
-    return InvalidRequestError(f"{spec.param} cannot be compiled: {reason.strip()}", spec.param)
+def _refusal(spec: StructuredSpec, fault: str) -> InvalidRequestError:
+    is_clients = spec.kind in (StructuredKind.LARK, StructuredKind.REGEX) and not spec.fields
+    place = None if is_clients else _PLACE.match(fault)
+    param = spec.param if place is None else spec.field_at(int(place["line"]))
+    reason = _plain(fault if is_clients else _LISTING.sub("", fault[place.end() if place is not None else 0 :]))
+    return InvalidRequestError(f"{param} cannot be compiled: {reason}", param)
+
+
+_PLACE = re.compile(r"at (?P<line>\d+)\(\d+\): (failed to compile JSON schema: )?")
+_LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+"""Where llguidance has found a fault, and the lines around it: of no use if the client has not written them."""
+
+
+def _plain(fault: str) -> str:
+    """llguidance's words for a fault, or better ones."""
+    if "NoExtensionBias" in fault:  # llguidance's name for it
+        return "no output can fit it, since a part of it consists only of itself"
+    if (limit := _FORCED_LIMIT.search(fault)) is not None:
+        return (
+            f"it forces too much text at one place, perhaps without an end (the limit is {limit[1]} items); shorten "
+            "the text, or give a rule that repeats itself another alternative"
+        )
+    return fault.partition(_NON_VERBOSE)[0].strip()
+
+
+_FORCED_LIMIT = re.compile(r"Too many items \(limit (\d+); ff_tokens\)")
+_NON_VERBOSE = "\n<non-verbose/>"
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A compiled grammar. `start` returns a new cursor for each output, a copy of the one at its `beginning`; any
-    thread. `notes` name the keywords of the schema that the grammar does not enforce."""
+    thread. `notes` name the keywords of the schema that the grammar does not enforce, `param` the request's field."""
 
     beginning: GrammarConstraint
     notes: tuple[str, ...]
+    param: str
 
     def start(self) -> GrammarConstraint:
-        return self.beginning.fork()
+        cursor = self.beginning.fork()
+        cursor.param = self.param
+        return cursor
 
 
 class GrammarConstraint:
@@ -166,18 +193,31 @@ class GrammarConstraint:
     The masks have `vocab_size` bits, rounded up to whole 32-bit words. When the grammar is complete and nothing may
     follow, they allow only the end-of-sequence tokens. If llguidance fails in the middle of an output (`error`), no
     token is accepted any more, and the masks exclude the end of sequence: a broken output must not look finished.
+    `param` is the request's field.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocabulary: Any, vocab_size: int, param: str | None = None) -> None:
+        self.param = param
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_mask_bytes = (vocab_size + 31) // 32 * 4
         self._eos_token_ids = frozenset(vocabulary.eos_tokens)
 
     @property
-    def error(self) -> str | None:
-        """Why llguidance has failed (its limits on time and memory), if it has."""
-        return self._matcher.get_error().partition("\n")[0] or None
+    def error(self) -> InvalidRequestError | None:
+        """Why llguidance has failed (its limits on time and memory), if it has. Takes as long as a mask."""
+        fault = self.fault()
+        return InvalidRequestError(_plain(fault), self.param) if fault else None
+
+    def fault(self) -> str:
+        """The same in llguidance's words; empty if it has not failed. A limit that it has passed while it checked
+        tokens, or found what is forced, shows only at its next step, so this tries one."""
+        ahead = self.fork()
+        ahead.bitmask()
+        if not ahead._matcher.is_stopped():
+            for token_id in ahead._matcher.compute_ff_tokens()[:1]:
+                ahead.accept(token_id)
+        return str(ahead._matcher.get_error())
 
     def accept(self, token_id: int) -> bool:
         """Advances by one token. Returns False, and changes nothing, if the grammar forbids it."""
@@ -202,7 +242,7 @@ class GrammarConstraint:
         return mask[: self._num_mask_bytes]
 
     def fork(self) -> GrammarConstraint:
-        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, 8 * self._num_mask_bytes)
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, 8 * self._num_mask_bytes, self.param)
 
     def is_terminated(self) -> bool:
         """Whether the output is complete, so that only an end of sequence may follow."""
@@ -256,7 +296,7 @@ class GuardedConstraint:
         return self._guarded(self._inner.is_terminated, bool)
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         return self._guarded(lambda: self._inner.error, lambda: None)
 
     def _guarded(self, call: Callable[[], T], otherwise: Callable[[], T]) -> T:

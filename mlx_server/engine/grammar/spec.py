@@ -36,13 +36,20 @@ class StructuredSpec:
 
     `source` is JSON text for schemas, choices and structural tags, else the regex or grammar itself.
     `whitespace_pattern` matches the white space between the tokens of JSON: None means usual printing, an empty pattern
-    no white space. `param` is the request's field, for error messages.
+    no white space. `param` is the request's field, for error messages. If a grammar was written here from several
+    fields, `fields` names them by the last rule that was written from each.
     """
 
     kind: StructuredKind
     source: str
     whitespace_pattern: str | None = None
     param: str = field(default="structured_outputs", compare=False)
+    fields: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def field_at(self, line: int) -> str:
+        """The request's field that the source has the line (from 1) from."""
+        rules = (text.partition(":")[0] for text in self.source.split("\n")[line - 1 :])
+        return next((self.fields[rule] for rule in rules if rule in self.fields), self.param)
 
 
 _TAG_SCHEMAS = frozenset(("json_schema", "schema"))

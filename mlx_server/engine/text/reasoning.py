@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, ToolParser
-from mlx_server.errors import ModelLoadError
+from mlx_server.errors import InvalidRequestError, ModelLoadError
 from mlx_server.request import TokenConstraint
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 
@@ -187,7 +187,7 @@ class ReasoningConstraint:
         return self._phase is _Phase.ANSWER and self._answer is not None and self._answer.is_terminated()
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         """Why the answer's grammar has failed, if it has."""
         return None if self._answer is None else self._answer.error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ from text_worlds import byte_level_backend, make_tokenizer, metaspace_backend, w
 from transformers import ByT5Tokenizer
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler, GrammarConstraint, GrammarThreads
+from mlx_server.engine.grammar.schema import check_references
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, parse_structured
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import InvalidRequestError, OverloadedError, UnsupportedError
@@ -74,12 +76,21 @@ LOOPS: list[tuple[Any, str]] = [
         },
         "#/$defs/c",
     ),
+    ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "#/$defs/a"),
+    ({"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}]}}}, "#/$defs/a"),
+    (
+        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}},
+        "#/$defs/a",
+    ),
+    ({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}, "#"),
+    ({"type": ["array"], "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2}, "#"),
+    ({"type": "array", "items": {"allOf": [{"type": "array"}, {"$ref": "#"}]}, "minItems": 1e400}, "#"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "reference"), LOOPS)
 def test_a_reference_only_to_itself_is_refused(schema: Any, reference: str) -> None:
-    """Beyond the first token llguidance fails in the middle of an output."""
+    """Beyond the first token llguidance fails in the middle of an output, or nests without end."""
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     for spec in (spec_of(json=schema), spec_of(structural_tag=tag)):
         with pytest.raises(InvalidRequestError) as caught:
@@ -96,10 +107,62 @@ def test_a_reference_only_to_itself_is_refused(schema: Any, reference: str) -> N
         {"const": {"$ref": "#/const"}},
         {"properties": {"$ref": {"type": "string"}}},
         {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(50)} | {"50": {}}},
+        {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1},
+        {"items": {"$ref": "#/const"}, "const": {"allOf": [{"$ref": "#/const/items"}], "items": {"type": "null"}}},
+        {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}}},
     ],
 )
 def test_other_references_are_not(schema: Any) -> None:
     assert COMPILER.compile(spec_of(json=schema))
+
+
+PARTS = st.sampled_from([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}])
+SCHEMAS_OF_PARTS = st.recursive(
+    PARTS,
+    lambda inner: st.one_of(
+        st.builds(
+            lambda key, parts: {key: parts},
+            st.sampled_from(["anyOf", "oneOf", "allOf"]),
+            st.lists(inner, min_size=1, max_size=2),
+        ),
+        st.builds(lambda item, least: {"type": "array", "items": item, "minItems": least}, inner, st.integers(0, 1)),
+        st.builds(
+            lambda a, b, required: {"type": "object", "properties": {"a": a, "b": b}, "required": required},
+            inner,
+            inner,
+            st.sampled_from([[], ["a"], ["a", "b"]]),
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+def _fits_at_depth(schema: Any, definitions: dict[str, Any], depth: int) -> bool:
+    """Whether a value can fit that follows at most so many references one after the other. Types do not count."""
+    if "$ref" in schema:
+        return depth > 0 and _fits_at_depth(definitions[schema["$ref"][-1]], definitions, depth - 1)
+    needed = [schema["properties"][name] for name in schema.get("required", ())] + schema.get("allOf", [])
+    needed += [schema["items"]] if schema.get("minItems") else []
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    return all(_fits_at_depth(part, definitions, depth) for part in needed) and (
+        choices is None or any(_fits_at_depth(part, definitions, depth) for part in choices)
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(SCHEMAS_OF_PARTS, SCHEMAS_OF_PARTS)
+def test_what_may_end_is_not_refused_and_what_cannot_is(a: Any, b: Any) -> None:
+    """With two definitions, a value that fits needs at most two references one in the other."""
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": a, "b": b}}
+    used = {"a", *re.findall(r"#/\$defs/(.)", json.dumps(schema))}
+    may_end = all(_fits_at_depth({"$ref": f"#/$defs/{name}"}, {"a": a, "b": b}, 2) for name in used)
+    refused = None
+    try:
+        check_references(schema)
+    except ValueError as error:
+        refused = error
+    assert (refused is None) == may_end
 
 
 def test_numbers_beyond_all_floats_are_no_fault_of_ours() -> None:
@@ -235,6 +298,9 @@ def test_lark_and_gbnf_grammars(grammar: str) -> None:
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "a(?=b)"}, "look-around"),
         ({"grammar": "start: start"}, "no output can fit it, since a part of it consists only of itself"),
+        ({"json": {"items": {"$ref": "#/const"}, "const": {"type": "object", "properties": 3}}}, "must be an object"),
+        ({"grammar": 'start: "a" start'}, "it forces too much text at one place, perhaps without an end"),
+        ({"grammar": 'root ::= "a" more\nmore ::= "b" root'}, "(the limit is 50000 items); shorten the text"),
         ({"grammar": "root ::= root"}, "no output can fit it, since a part of it consists only of itself"),
         ({"regex": "\ud83d"}, "surrogates not allowed"),
         ({"grammar": "start: nothing"}, "nothing"),
@@ -361,12 +427,34 @@ def test_a_grammar_beyond_the_limits_ends_in_an_error_and_not_as_if_finished() -
         constraint.bitmask()
     assert num_accepted > 1
     assert constraint.error is not None
-    assert constraint.error.startswith("Parser Error: Current row has")
+    assert constraint.error.message.startswith("Parser Error: Current row has")
     assert not constraint.is_terminated()
     assert not constraint.accept(EOS_ID)
     assert constraint.forced_tokens() == []
     bits = np.unpackbits(np.frombuffer(constraint.bitmask(), np.uint8), bitorder="little")
     assert set(np.flatnonzero(bits[: WORLD.vocab_size] == 0)) == {EOS_ID}
+
+
+def test_a_limit_that_is_passed_while_a_token_is_checked_is_the_grammars_error() -> None:
+    """The mask has many tokens at once in it, so llguidance looks at a token closely only when it comes."""
+    vocabulary = llguidance.LLTokenizer(WORLD.backend_json, eos_token=[EOS_ID])
+    grammar = llguidance.LLMatcher.grammar_from_lark('start: "{" /(.|\\n){0,4000}/ "}"')
+    limits = llguidance.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    errors: list[str] = []
+    for seed in range(20):
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        constraint, rng = GrammarConstraint(matcher, vocabulary, WORLD.vocab_size, "grammar"), random.Random(seed)
+        assert constraint.error is None
+        token_ids = [
+            ids_of("{")[0],
+            *(rng.choice((*ids_of("hello"), *ids_of("the"), *ids_of("x"))) for _ in range(400)),
+        ]
+        assert not all(constraint.bitmask() and constraint.accept(token_id) for token_id in token_ids)
+        error = constraint.error
+        assert error is not None
+        assert error.param == "grammar"
+        errors.append(error.message)
+    assert set(errors) == {"lexer error: too many states: 300 >= 300"}
 
 
 def test_an_added_token_is_accepted_for_its_text() -> None:
@@ -408,7 +496,8 @@ def test_equal_constraints_are_compiled_once() -> None:
     first = compiler.compile(spec_of(regex="a+"))
     again = parse_structured({"guided_regex": "a+"})
     assert again is not None
-    assert compiler.compile(again) is first
+    assert compiler.compile(again).beginning is first.beginning
+    assert compiler.compile(again).start().param == "guided_regex"
     assert compiler.compile(spec_of(regex="b+")) is not first
 
 
