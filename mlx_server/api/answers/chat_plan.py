@@ -109,18 +109,21 @@ def _append(pieces: list[str], text: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """Which tools there are and what the model must do with them. `allowed` has the names of tools that it may call
-    (None: all). `patterns` are regexes for the argument of tools that take one text; they hold in every mode."""
+    (None: all). `patterns` are regexes for the argument of tools that take one text; they hold in every mode.
+    `fields` are the request's fields of the tools' parameters, by the tools' names, if they are not those of chat
+    completions."""
 
     tools: Sequence[Tool] = ()
     mode: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
     is_parallel: bool = True
     patterns: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_patterns(self) -> bool:
         """Whether some calls need a grammar even if the model may choose whether to call."""
-        return any(tool["function"]["name"] in self.patterns for tool in self.may_be_called)
+        return self.mode != "none" and any(tool["function"]["name"] in self.patterns for tool in self._allowed_tools())
 
     @property
     def shown(self) -> Sequence[Tool] | None:
@@ -129,10 +132,6 @@ class ToolUse:
         if self.mode == "none" or not self.tools:
             return None
         return self.tools if self.mode == "required" else self._allowed_tools()
-
-    @property
-    def may_be_called(self) -> Sequence[Tool]:
-        return () if self.mode == "none" else self._allowed_tools()
 
     def _allowed_tools(self) -> Sequence[Tool]:
         if self.allowed is None:
@@ -264,16 +263,18 @@ def _plan(engine: AsyncEngine, written: _Written) -> Plan:
         continues_text=call.options.continue_final_message,
         can_reason=dialect.reasoning is not None,
         prediction_token_ids=written.prediction_token_ids,
-        notes=() if target.grammar is None else target.grammar.notes,
+        notes=() if target.grammar is None else tuple(dict.fromkeys((*target.grammar.notes, *target.notes))),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What the output after the reasoning may be. `is_opened`: the grammar includes the text between the two."""
+    """What the output after the reasoning may be. `is_opened`: the grammar includes the text between the two. `notes`
+    name keywords that are not enforced, besides those of the grammar."""
 
     grammar: CompiledGrammar | None
     is_opened: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
@@ -284,19 +285,21 @@ def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
     forced = force_tool_calls(
         engine.tokenizer,
         dialect.tool_parser,
-        tool_use.may_be_called,
+        tool_use.tools,
         is_parallel=tool_use.is_parallel,
         is_closed=not call.has_open_schemas,
         patterns=tool_use.patterns,
+        fields=tool_use.fields,
+        allowed=tool_use.allowed,
         is_free=is_free,
     )
     if tool_use.mode == "required" or structured is None:
-        return _Target(compile_(forced.spec), forced.is_opened)
+        return _Target(compile_(forced.spec), forced.is_opened, forced.notes)
     compile_(structured)  # for its errors: as a part of a grammar, a schema's unknown keywords are ignored
     reasoning = dialect.reasoning
     opening = reasoning.answer_start if reasoning is not None and forced.is_opened else ""
     begin = LarkWriter(engine.tokenizer.added_tokens).literal(opening)
-    return _Target(compile_(_either(structured, forced.spec, begin)), forced.is_opened)
+    return _Target(compile_(_either(structured, forced.spec, begin)), forced.is_opened, forced.notes)
 
 
 def _either(answer: StructuredSpec, calls: StructuredSpec, begin: str) -> StructuredSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -160,8 +161,11 @@ class CountTokensRequest(OneAnswerOfText):
         tools = [tool.as_openai(f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
         choice = self.tool_choice
         if choice is None:
-            return tool_use(tools or None, None, is_parallel=True)
-        return tool_use(tools or None, choice.as_openai(bool(tools)), not choice.disable_parallel_tool_use)
+            use = tool_use(tools or None, None, is_parallel=True)
+        else:
+            use = tool_use(tools or None, choice.as_openai(bool(tools)), not choice.disable_parallel_tool_use)
+        fields = {tool.name: f"tools[{index}].input_schema" for index, tool in enumerate(self.tools or ())}
+        return replace(use, fields=fields)
 
     def _structured(self) -> StructuredSpec | None:
         wanted, name = self.output_format, "output_format"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,12 @@ from mlx_server.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
-    """`spec` allows only calls. `is_opened`: it includes the text between the reasoning and the calls."""
+    """`spec` allows only calls. `is_opened`: it includes the text between the reasoning and the calls. `notes` name the
+    keywords of schemas that it does not enforce."""
 
     spec: StructuredSpec
     is_opened: bool
+    notes: tuple[str, ...] = ()
 
 
 _PLAIN = r"/[^<&\n]*/"
@@ -41,6 +43,9 @@ _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
+_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+"""Not enforced in texts without quotes: the end of the text is searched first, and llguidance's own reading of these
+keywords is for quoted texts alone."""
 
 
 def force_tool_calls(
@@ -51,24 +56,35 @@ def force_tool_calls(
     is_parallel: bool = True,
     is_closed: bool = True,
     patterns: Mapping[str, str] | None = None,
+    fields: Mapping[str, str] | None = None,
+    allowed: Container[str] | None = None,
     is_free: bool = False,
 ) -> ForcedCalls:
     """Allows one call of one of `tools`, or several with `is_parallel`, with arguments that fit their schemas, which
     are closed first if `is_closed` (`adapted_schema`). Texts in calls of the tools in `patterns` match their regexes.
-    With `is_free` there may be any text before and after the calls, and no call at all.
+    Only tools in `allowed` are called, if given. With `is_free` there may be any text before and after the calls, and
+    no call at all. `fields` are the request's fields of the tools' parameters, by the tools' names, if they are not
+    those of chat completions.
 
     Schema keywords that llguidance does not support are ignored: in a tool they are hints to the model. Raises
     `InvalidRequestError` for a format without a grammar here, and for names and arguments that the format cannot
     express.
     """
     form = _format_of(parser, tokenizer)
-    grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form, is_closed, patterns or {})
+    named = {
+        tool["function"]["name"]: f"tools[{index}].function.parameters" for index, tool in enumerate(tools)
+    } | dict(fields or {})
+    grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form, is_closed, patterns or {}, named)
     write = grammar.write_free if is_free else grammar.write
+    callable_ = [tool["function"] for tool in tools if allowed is None or tool["function"]["name"] in allowed]
     try:
-        source = write(tools, form.max_calls if is_parallel else 1)
+        source = write(callable_, form.max_calls if is_parallel else 1)
     except RecursionError as error:  # references can nest as deep as there are definitions
         raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
-    return ForcedCalls(StructuredSpec(StructuredKind.LARK, source, param="tools"), form.is_opened and not is_free)
+    spec = StructuredSpec(StructuredKind.LARK, source, param="tools", fields=grammar.fields)
+    return ForcedCalls(
+        spec, form.is_opened and not is_free, tuple(filter(grammar.free_keywords.__contains__, _OF_TEXTS))
+    )
 
 
 def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
@@ -84,11 +100,21 @@ def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
 
 
 class _CallGrammar:
-    """Writes the grammar of one request's tools."""
+    """Writes the grammar of one request's functions. `fields` are the request's fields by the rules for the functions
+    that have been written from them; `named` has them by the functions' names."""
 
     def __init__(
-        self, writer: LarkWriter, parser: ToolParser, form: ToolFormat, is_closed: bool, patterns: Mapping[str, str]
+        self,
+        writer: LarkWriter,
+        parser: ToolParser,
+        form: ToolFormat,
+        is_closed: bool,
+        patterns: Mapping[str, str],
+        named: Mapping[str, str],
     ) -> None:
+        self.fields: dict[str, str] = {}
+        self.free_keywords = set[str]()  # those in schemas that are not enforced
+        self._named = named
         self._is_closed = is_closed
         self._patterns = patterns
         self._has_pattern = False  # the function that is being written
@@ -98,9 +124,9 @@ class _CallGrammar:
         self._room = _MAX_JSON_CHARS
         self._json_options = {**json_options(None), "lenient": True}
 
-    def write(self, tools: Sequence[Tool], max_calls: int) -> str:
+    def write(self, functions: Sequence[Tool], max_calls: int) -> str:
         literal, form = self._writer.literal, self._format
-        call, following = self._any_call(tools, self._parser.start)
+        call, following = self._any_call(functions, self._parser.start)
         calls = call if max_calls == 1 else f"{call} ({following}){{0,{max_calls - 1}}}"
         if form.around is None:
             return self._writer.text(f"{literal(form.lead)} {calls}" if form.lead else calls)
@@ -108,7 +134,7 @@ class _CallGrammar:
         before, after = form.lead + self._parser.start + before, after + self._parser.end
         return self._writer.text(f"{literal(before)} {calls} {literal(after)}")
 
-    def write_free(self, tools: Sequence[Tool], max_calls: int) -> str:
+    def write_free(self, functions: Sequence[Tool], max_calls: int) -> str:
         """Allows text, and calls after their first marker."""
         form, literal, start = self._format, self._writer.literal, self._parser.start
         if form.lead or form.is_opened or not start:
@@ -117,7 +143,7 @@ class _CallGrammar:
                 "a call is required; set tool_choice to required, or leave format out.",
                 "tools",
             )
-        call, following = self._any_call(tools, "")
+        call, following = self._any_call(functions, "")
         if form.around is not None:
             before, after = form.around
             call = f"{literal(before)} {call} ({following}){{0,{max_calls - 1}}} {literal(after + self._parser.end)}"
@@ -125,29 +151,27 @@ class _CallGrammar:
         text = self._writer.rule("TEXT", ANY_TEXT)
         return self._writer.text(f"({self._writer.text_until(start)} {call}){{0,{max_calls}}} {text}")
 
-    def _any_call(self, tools: Sequence[Tool], marker: str) -> tuple[str, str]:
-        """Matches one call of any tool after `marker`; and such a call after another one."""
-        functions = [
-            self._call(tool["function"], f"tools[{index}].function", marker) for index, tool in enumerate(tools)
-        ]
-        call = self._writer.rule("call", alternatives(functions))
+    def _any_call(self, functions: Sequence[Tool], marker: str) -> tuple[str, str]:
+        """Matches one call of any function after `marker`; and such a call after another one."""
+        calls = [self._call(function, self._named[function["name"]], marker) for function in functions]
+        call = self._writer.rule("call", alternatives(calls))
         separator = self._format.separator
         return call, f"{self._writer.literal(separator)} {call}" if separator else call
 
     def _call(self, function: Mapping[str, Any], where: str, marker: str) -> str:
-        """Matches one function's call, after `marker` unless one pair of markers encloses all calls."""
+        """Matches one function's call, after `marker` unless one pair of markers encloses all calls. `where` is the
+        field of its parameters."""
         name, form = function["name"], self._format
         if form.names is not None and form.names.fullmatch(name) is None:
-            raise self._unwritable(f"{where}.name is {name!r}, which", f"{where}.name")
+            name_field = f"{where.rpartition('.')[0]}.name"
+            raise self._unwritable(f"{name_field} is {name!r}, which", name_field)
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-        schema = checked_schema(schema, f"{where}.parameters")
-        check_patterns(schema, f"{where}.parameters")
+        schema = checked_schema(schema, where)
+        check_patterns(schema, where)
         try:
             check_references(schema)
         except ValueError as error:
-            raise InvalidRequestError(
-                f"{where}.parameters cannot be compiled: {error}", f"{where}.parameters"
-            ) from error
+            raise InvalidRequestError(f"{where} cannot be compiled: {error}", where) from error
         schema = adapted_schema(schema, is_closed=self._is_closed)
         self._has_pattern = name in self._patterns
         schema = self._with_pattern(schema, name, where)
@@ -155,8 +179,10 @@ class _CallGrammar:
         before = self._writer.literal(start + form.before.format(name=name, json_name=json.dumps(name)))
         if form.number is not None:
             before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(form.number)}"
-        arguments = self._arguments(schema, f"{where}.parameters")
-        return self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
+        arguments = self._arguments(schema, where)
+        rule = self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
+        self.fields[rule] = where
+        return rule
 
     def _with_pattern(self, schema: Any, name: str, where: str) -> Any:
         """Adds the tool's pattern to each text of the schema."""
@@ -167,7 +193,7 @@ class _CallGrammar:
             raise InvalidRequestError(
                 f"{where}: in this model's format of calls ({self._parser.name}) a custom tool's grammar cannot be "
                 "enforced; leave format out.",
-                "tools",
+                where,
             )
         texts = {key: {**text, "pattern": f"^(?:{pattern})$"} for key, text in schema["properties"].items()}
         return {**schema, "properties": texts}
@@ -261,6 +287,21 @@ class _CallGrammar:
         expression = json_expression({**whole, "$defs": definitions}, self._json_options)
         return self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
 
+    def _note_free(self, schema: Any, root: Any) -> None:
+        """Notes the keywords of a text that are not enforced, with those of the schemas that it refers to."""
+        parts, seen = [schema], set[str]()
+        while parts:
+            part = parts.pop()
+            if not isinstance(part, Mapping):
+                continue
+            self.free_keywords.update(part.keys() & _OF_TEXTS)
+            for key in ("allOf", "anyOf", "oneOf"):
+                parts += branches if isinstance(branches := part.get(key), list) else ()
+            reference = part.get("$ref")
+            if isinstance(reference, str) and reference not in seen:
+                seen.add(reference)
+                parts.append(referenced(root, reference))
+
     def _any_of(self, texts: Sequence[str], after: str) -> str:
         return self._writer.rule(
             "value", f"{alternatives(map(self._writer.literal, texts))} {self._writer.literal(after)}"
@@ -284,6 +325,7 @@ class _CallGrammar:
                 arguments.written[texts] = self._any_of(written, after)
             if (expression := arguments.written.get(texts)) is not None:
                 return expression
+        self._note_free(schema, arguments.root)
         if not parameter.has_cdata:
             return self._writer.text_until(after)
         plain = f"{self._writer.rule('PLAIN', _PLAIN)} {self._writer.literal(after)}"

@@ -181,6 +181,42 @@ async def test_what_cannot_be_forced_is_refused_and_what_need_not_be_is_not(worl
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].function.name")
 
 
+UNFIT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}, "required": ["a"]}
+
+
+async def test_a_schema_that_no_call_can_fit_is_named_without_the_grammar(world: World):
+    unfit = {"type": "function", "function": {"name": "unfit", "parameters": UNFIT}}
+    for family in ("pythonic", "glm47", "llama3_json"):
+        become(world, family)
+        choice = allowing("required", "weather", "unfit")
+        refused = (await world.chat(tools=[OTHER, TOOL, unfit, THIRD], tool_choice=choice)).json()["error"]
+        assert refused["param"] == "tools[2].function.parameters", family
+        assert re.fullmatch(
+            r"tools\[2\].function.parameters cannot be compiled: Unsatisfiable schema: [^\n]*", refused["message"]
+        ), family
+    flat = [{"type": "function", **tool["function"]} for tool in (TOOL, unfit)]
+    for tools, param in (
+        (flat, "tools[1].parameters"),
+        ([{"type": "namespace", "name": "n", "tools": flat}], "tools[0].tools[1].parameters"),
+    ):
+        answer = await world.http.post("/v1/responses", json={"input": "Hi", "tools": tools, "tool_choice": "required"})
+        assert answer.json()["error"]["param"] == param
+    answered = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    answer = await world.chat(tools=[TOOL, unfit], response_format=answered)
+    assert answer.json()["error"]["param"] == "tools[1].function.parameters"
+
+
+async def test_keywords_of_unquoted_arguments_that_are_not_enforced_are_named(world: World):
+    text = {"anyOf": [{"type": "string", "pattern": "^a$"}, {"$ref": "#/$defs/t"}]}
+    schema = {"type": "object", "properties": {"a": text}, "$defs": {"t": {"type": "string", "maxLength": 3}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for family, named in (("glm47", "pattern, maxLength"), ("llama3_json", None)):
+        become(world, family)
+        world.engine.script = writer(world, 1)
+        answer = await world.chat(tools=[tool], tool_choice="required")
+        assert answer.headers.get("x-schema-not-enforced") == named, family
+
+
 def allowing(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}

@@ -54,6 +54,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"system": [IMAGE]}, "system[0] is of type image"),
     ({"tools": [{"name": ""}]}, "tools[0].name: "),
     ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0] is of type web_search_20250305"),
+    (
+        {"tools": [TOOL, {**TOOL, "name": "g", "input_schema": {"$ref": "x.json"}}], "tool_choice": {"type": "any"}},
+        "tools[1].input_schema cannot be compiled: Resource 'json-schema:///x.json' is not present",
+    ),
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice names g"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "must have the name of a tool"),

@@ -145,7 +145,7 @@ class ResponsesRequest(OneAnswerOfText):
         functions = [tool.as_function() for tool in tools]
         choice = None if not tools and self.tool_choice == "auto" else self.tool_choice
         use = tool_use(functions or None, choice, self.parallel_tool_calls is not False, _chosen_name, _CHOSEN)
-        return replace(use, patterns=patterns)
+        return replace(use, patterns=patterns, fields={tool.name: tool.schema_field for tool in tools})
 
     def client_tools(self) -> Iterator[ClientTool]:
         """All tools; a namespace gives each of its tools. Raises `InvalidRequestError`."""
@@ -196,6 +196,11 @@ class ClientTool:
     @property
     def is_custom(self) -> bool:
         return bool(self.body["type"] == "custom")
+
+    @property
+    def schema_field(self) -> str:
+        """The request's field that its arguments must fit."""
+        return f"{self.where}.{'format' if self.is_custom else 'parameters'}"
 
     def as_function(self) -> dict[str, Any]:
         """In the form of chat completions."""

@@ -166,7 +166,7 @@ def grammar(**form: Any) -> dict[str, Any]:
         (grammar(syntax="regex", definition="x" * 9000), "tools[0].format.definition"),
         (grammar(syntax="lark", definition='start: "(" start ")" | "x"'), "tools[0].format.definition"),
         (grammar(syntax="lark", definition="start: " + "(" * 4000), "tools[0].format.definition"),
-        (grammar(syntax="regex", definition="(?=x)"), "tools"),
+        (grammar(syntax="regex", definition="(?=x)"), "tools[0].format"),
     ],
 )
 async def test_what_cannot_be_enforced_is_refused_by_name(world: World, tool: dict[str, Any], param: str):
