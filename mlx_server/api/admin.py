@@ -125,8 +125,8 @@ async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
 async def sleep(
     context: Context, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort"
 ) -> dict[str, str | int]:
-    """vLLM's route: unloads all models at once, at every level. `abort` ends requests in progress at once; with other modes
-    they may finish. A request for a model loads it again."""
+    """vLLM's route: unloads all models, at the same time and at every level. `abort` ends requests in progress at once;
+    with other modes they may finish. A request for a model loads it again."""
     timeout_s = 0.0 if mode == "abort" else context.config.server.drain_timeout_s
     with context.sleep_metrics.measured(SleepOperation.SLEEP):
         await asyncio.gather(*(context.pool.unload(model.name, timeout_s) for model in context.pool.models()))
