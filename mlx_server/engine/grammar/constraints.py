@@ -134,7 +134,8 @@ def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
             schema = json.dumps(keep_bounds(value), ensure_ascii=False)
             return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
         case StructuredKind.CHOICE:
-            writer = LarkWriter(tokenizer.added_tokens)
+            ids = tokenizer.added_tokens.items()
+            writer = LarkWriter({text: token_id for text, token_id in ids if token_id not in tokenizer.eos_token_ids})
             return str(llguidance.LLMatcher.grammar_from_lark(writer.text(writer.one_of(json.loads(spec.source)))))
         case StructuredKind.STRUCTURAL_TAG:
             lark = structural_tag_grammar(json.loads(spec.source), tokenizer, json_options(spec.whitespace_pattern))
@@ -238,7 +239,9 @@ class GrammarConstraint:
         """The allowed next tokens: bit `i % 8` of byte `i // 8` is token `i`."""
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            mask = self._all_but_eos()
+            mask = self._without_eos(b"\xff" * self._num_mask_bytes)
+        elif len(mask.strip(b"\0")) == 1 and not self._matcher.is_accepting():
+            mask = self._with_spelled_eos(mask)
         return mask[: self._num_mask_bytes]
 
     def fork(self) -> GrammarConstraint:
@@ -248,11 +251,21 @@ class GrammarConstraint:
         """Whether the output is complete, so that only an end of sequence may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
-    def _all_but_eos(self) -> bytes:
-        mask = bytearray(b"\xff" * self._num_mask_bytes)
+    def _without_eos(self, mask: bytes) -> bytes:
+        changed = bytearray(mask)
         for token_id in self._eos_token_ids:
-            mask[token_id // 8] &= ~(1 << token_id % 8)
-        return bytes(mask)
+            changed[token_id // 8] &= ~(1 << token_id % 8)
+        return bytes(changed)
+
+    def _with_spelled_eos(self, mask: bytes) -> bytes:
+        """If a grammar forces the text of an end-of-sequence token, llguidance offers the token, which would end the
+        output, but accepts only the spelling. Offers the first token of that."""
+        changed = bytearray(self._without_eos(mask))
+        if bytes(changed) != mask:
+            token_id = 8 * (len(mask) - len(mask.lstrip(b"\0"))) + mask.strip(b"\0")[0].bit_length() - 1
+            first = self._vocabulary.greedy_tokenize(self._vocabulary.decode_str([token_id]))[0]
+            changed[first // 8] |= 1 << first % 8
+        return bytes(changed)
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
         if not token_ids or self._matcher.validate_tokens(token_ids) < len(token_ids):

@@ -468,6 +468,23 @@ def test_an_added_token_is_accepted_for_its_text() -> None:
     assert start(regex="<tool_call>x").forced_tokens() == [token_id, *ids_of("x")]
 
 
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [
+        ({"choice": ["a<|im_end|>b"]}, "a<|im_end|>b"),
+        ({"regex": r"a<\|im_end\|>b"}, "a<|im_end|>b"),
+        ({"json": {"const": "<|im_end|>"}}, '"<|im_end|>"'),
+    ],
+)
+def test_the_text_of_an_end_token_does_not_end_the_output(
+    bundled: tuple[GrammarCompiler, RandomModel], constraint: dict[str, Any], text: str
+) -> None:
+    compiler, model = bundled
+    ids = model.write(compiler.compile(spec_of(**constraint)).start(), 0)
+    assert ids is not None
+    assert model.tokenizer.decode(ids) == text
+
+
 def test_free_text_never_holds_markers() -> None:
     allowed = MODEL.allowed_ids(start(regex="(.|\n)*"))
     assert not allowed & {WORLD.token_to_id(token) for token in ("<tool_call>", "[ARGS]", "<think>")}
