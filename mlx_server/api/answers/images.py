@@ -50,6 +50,13 @@ _HELD_RETRY_S = 5.0
 _NUM_THREADS = 3
 _NUM_FETCHES = 8
 _MAX_SHOWN_CHARS = 100
+_MAX_PORT = 65535
+
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All addresses of IPv6 that are given out on the internet."""
+
+_WITH_IPV4 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:ff9b::/96"))
+"""Mapped addresses and those of NAT64, which lead to the IPv4 address in their last 32 bits."""
 
 
 class ImageLoader:
@@ -216,7 +223,7 @@ def _read_file(url: str, folder: Path | None) -> bytes:
                 "Put it there, or send it as a data URL"
             )
         return _read_regular(real)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
         raise UnreadableImageError(f"cannot be read from {url[:_MAX_SHOWN_CHARS]!r}. Check the path") from error
 
 
@@ -271,6 +278,8 @@ def _checked(url: httpx.URL, hosts: Collection[str]) -> httpx.URL:
             f"is at {host[:_MAX_SHOWN_CHARS]!r}, and images are fetched from these hosts only: {shown}. Send it as a "
             "data URL, or start the server with --allowed-media-domains"
         )
+    if (url.port or 0) > _MAX_PORT:
+        raise UnreadableImageError(f"is at port {url.port}; the highest is {_MAX_PORT}. Check the URL")
     return url
 
 
@@ -284,20 +293,30 @@ async def _request(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
 
 
 async def _address(url: httpx.URL) -> str:
-    """The host's first address. Raises `UnreadableImageError` if one of its addresses is private. An allowed host that
-    is itself an address, or is localhost, may be private."""
+    """The host's first address. Raises `UnreadableImageError` if one of its addresses is not public. An allowed host
+    that is itself an address, or is localhost, may be private."""
     if url.host == "localhost" or _is_address(url.host):
         return "127.0.0.1" if url.host == "localhost" else url.host
     port = url.port or (443 if url.scheme == "https" else 80)
     found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=1)
     addresses = [str(sockaddr[0]) for *_, sockaddr in found]
-    private = [address for address in addresses if not ipaddress.ip_address(address.partition("%")[0]).is_global]
+    private = [address for address in addresses if not _is_public(ipaddress.ip_address(address.partition("%")[0]))]
     if private or not addresses:
         raise UnreadableImageError(
-            f"is at {url.host}, which is {private[0] if private else 'nowhere'}: names with private addresses are "
-            "refused. Name the address itself with --allowed-media-domains, or send it as a data URL"
+            f"is at {url.host}, which is {private[0] if private else 'nowhere'}: names must lead to public addresses. "
+            "Name the address itself with --allowed-media-domains, or send it as a data URL"
         )
     return addresses[0]
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether a host of the internet may have the address. IPv4 addresses within IPv6 ones are judged by their own."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.is_global and not address.is_multicast
+    if any(address in network for network in _WITH_IPV4):
+        return _is_public(ipaddress.IPv4Address(address.packed[-4:]))
+    inner = address.sixtofour
+    return address in _UNICAST and address.is_global and (inner is None or _is_public(inner))
 
 
 def _is_address(host: str) -> bool:

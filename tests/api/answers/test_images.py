@@ -377,6 +377,7 @@ async def gallery() -> AsyncIterator[str]:
             "/away": lambda: RedirectResponse(f"http://localhost:{port}/cat.png"),
             "/round": lambda: RedirectResponse("/round"),
             "/inside": lambda: RedirectResponse("file:///etc/passwd"),
+            "/harbour": lambda: RedirectResponse("http://127.0.0.1:99999/cat.png"),
             "/flood": lambda: StreamingResponse(flood()),
             "/packed": lambda: Response(CAT, headers={"content-encoding": "gzip"}),
             "/slow": lambda: StreamingResponse(crawl()),
@@ -413,6 +414,7 @@ async def test_an_allowed_host_is_asked(seer: World, gallery: str, path: str):
     [
         ("/away", "redirects must stay on their host. Send the last address"),
         ("/inside", "redirects must stay on their host"),
+        ("/harbour", "is at port 99999; the highest is 65535. Check the URL"),
         ("/round", "is redirected more than 3 times"),
         ("/flood", "or more; 20,971,520 are read at most"),
         ("/missing", "was answered with status 404"),
@@ -431,6 +433,15 @@ async def test_what_an_allowed_host_may_not_do(
     assert reason in response.json()["error"]["message"]
 
 
+async def test_what_cannot_be_read_is_noted_for_a_tool_wherever_it_is(seer: World, media: Path):
+    seer.configure_server(allowed_media_domains="127.0.0.1", allowed_media_path=str(media))
+    path, body = RESULTS["chat"]
+    for source in ("http://127.0.0.1:99999/cat.png", (media / "loop.png").as_uri()):
+        response = await seer.http.post(path, json=json.loads(json.dumps(body).replace(CAT_URL, source)))
+        assert response.status_code == 200, response.text
+        assert UNREADABLE_NOTE in prompt_of(seer)
+
+
 @pytest.mark.parametrize("url", ["http://localhost:{}/cat.png", "http://127.0.0.2:{}/cat.png", "http://0:{}/cat.png"])
 async def test_hosts_are_compared_exactly(seer: World, gallery: str, url: str):
     seer.configure_server(allowed_media_domains="127.0.0.1")
@@ -439,7 +450,21 @@ async def test_hosts_are_compared_exactly(seer: World, gallery: str, url: str):
     assert "images are fetched from these hosts only: 127.0.0.1" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.8", "169.254.169.254", "::1", "fe80::1%eth0", "100.64.0.1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.8", "169.254.169.254", "100.64.0.1", "224.0.0.1"),
+        *("::1", "fe80::1%eth0", "fec0::1", "ff02::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2"),
+        *(
+            "::ffff:10.0.0.8",
+            "::7f00:1",
+            "64:ff9b::7f00:1",
+            "64:ff9b::a9fe:a9fe",
+            "64:ff9b:1::808:808",
+            "2002:7f00:1::",
+        ),
+    ],
+)
 async def test_a_name_must_not_lead_into_the_private_network(
     seer: World, gallery: str, address: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -451,17 +476,25 @@ async def test_a_name_must_not_lead_into_the_private_network(
     port = gallery.rpartition(":")[2]
     response = await seer.chat(messages=user([part(f"http://cats.example:{port}/cat.png")]))
     assert response.status_code == 400
-    assert f"is at cats.example, which is {address}: names with private" in response.json()["error"]["message"]
+    assert (
+        f"is at cats.example, which is {address}: names must lead to public addresses"
+        in response.json()["error"]["message"]
+    )
 
 
-async def test_a_name_is_looked_up_once_and_asked_for_by_name(seer: World, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "[2606:4700::1]", "[::ffff:5db8:d822]", "[64:ff9b::5db8:d822]", "[2002:5db8:d822::]"]
+)
+async def test_a_name_is_looked_up_once_and_asked_for_by_name(
+    seer: World, address: str, monkeypatch: pytest.MonkeyPatch
+):
     async def lookup(host: str, port: int, **_: Any) -> list[Any]:
-        return [(2, 1, 6, "", ("93.184.216.34", port))]
+        return [(2, 1, 6, "", (address.strip("[]"), port))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
     async with images.httpx.AsyncClient() as client:
         request = await images._request(client, images.httpx.URL("https://cats.example:8443/a?b=c"))
-    assert str(request.url) == "https://93.184.216.34:8443/a?b=c"
+    assert str(request.url) == f"https://{address}:8443/a?b=c"
     assert (request.headers["host"], request.extensions["sni_hostname"]) == ("cats.example:8443", "cats.example")
 
 
@@ -474,6 +507,7 @@ def media(seer: World, tmp_path: Path) -> Path:
     (tmp_path / "secret.png").write_bytes(DOG)
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "inner.png").symlink_to(folder / "cat.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
     os.mkfifo(folder / "pipe")
     (folder / "large").write_bytes(b"")
     os.truncate(folder / "large", 2**40)
@@ -495,6 +529,7 @@ async def test_a_file_of_the_allowed_folder_is_read(seer: World, media: Path, na
         ("../secret.png", "is not in the folder that files may be read from"),
         ("link.png", "is not in the folder that files may be read from"),
         ("missing.png", "cannot be read from"),
+        ("loop.png", "cannot be read from"),
         ("pipe", "is no file"),
         (".", "is no file"),
         ("large", "20,971,520 are read at most"),
