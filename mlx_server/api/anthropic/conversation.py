@@ -17,7 +17,7 @@ from pydantic import BaseModel, WithJsonSchema
 from mlx_server.api.answers.chat_plan import Turns
 from mlx_server.api.http.request_bounds import FIRST_ERROR
 from mlx_server.api.openai.document import IMAGE_URL, STRING, either, list_of, of_type
-from mlx_server.engine.text.messages import media_note, string_in, unreadable_part
+from mlx_server.engine.text.messages import UnseenPartError, media_note, string_in, unreadable_part
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
@@ -58,7 +58,14 @@ def read_conversation(
 ) -> Turns:
     """The turns. With `images`, image blocks are added to these and marked. Raises `InvalidRequestError`."""
     turns = Turns()
-    _read_system(turns, _blocks(system or "", "system"))
+    try:
+        _read_system(turns, _blocks(system or "", "system"))
+    except UnseenPartError as error:
+        if images is None or error.kind != "image":
+            raise
+        raise InvalidRequestError(
+            f"{error.where} is an image, and system takes text only. Send it in a message of the user.", error.where
+        ) from error
     given = [{"role": message.role, "content": message.content} for message in messages]
     for index, message in enumerate(given if images is None else images.mark_messages(given)):
         _READERS[message["role"]](turns, _blocks(message["content"], f"messages[{index}].content"))

@@ -42,6 +42,7 @@ from mlx_server.api.openai.fields import Bool, Int, Ints, Refused
 from mlx_server.engine.embeddings import FloatArray, InputTruncation
 from mlx_server.engine.text.tokenizer import check_ids
 from mlx_server.engine.vision.parts import ImageParts
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 
 
@@ -179,12 +180,24 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
         plan = await plan_text(exchange, body.text_request())
         writer = AnswerWriter(call, text_members)
     else:
+        _check_context(body.context or (), exchange.engine.vision)
         plan = await _plan(body, call)
         check_ids("context", body.context or (), exchange.engine.grammars.vocab_size)
         prompt = _after(body.context or (), plan.prompts[0])
         plan = replace(plan, prompts=(prompt,))
         writer = AnswerWriter(call, text_members, prompt)
     return call.finish(await exchange.answer(plan, writer))
+
+
+def _check_context(context: Sequence[int], model: SeeingModel | None) -> None:
+    """Raises `InvalidRequestError` for a context with places of images: it does not have the images themselves."""
+    if model is not None and model.image_token_id in context:
+        place = f"context[{context.index(model.image_token_id)}]"
+        raise InvalidRequestError(
+            f"{place} is the token of an image, and a context does not keep images. Leave context out, or send the "
+            "conversation with its images to /api/chat.",
+            place,
+        )
 
 
 def _after(context: Sequence[int], prompt: Prompt) -> Prompt:
@@ -200,7 +213,7 @@ def _openai_messages(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     has no result. Ids made here depend on the chat alone, so that prompts that begin alike stay alike: the third call
     of a chat is `call00003`. Some templates take only ids of nine characters."""
     ids = _CallIds()
-    return [_openai_message(message, ids) for message in messages]
+    return [_openai_message(message, ids, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 class _CallIds:
@@ -226,13 +239,15 @@ class _CallIds:
         return found
 
 
-def _openai_message(message: dict[str, Any], ids: _CallIds) -> dict[str, Any]:
+def _openai_message(message: dict[str, Any], ids: _CallIds, where: str) -> dict[str, Any]:
     copy = {key: value for key, value in message.items() if value is not None}
     if isinstance(copy.get("role"), str):
         copy["role"] = copy["role"].lower()
     if "thinking" in copy:
         copy["reasoning"] = copy.pop("thinking")
     if images := copy.pop("images", None):
+        if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+            raise InvalidRequestError(f"{where}.images must be a list of base64 strings or URLs.", f"{where}.images")
         copy["content"] = _content_of(copy.get("content") or "", images)
     if isinstance(copy.get("tool_calls"), list):
         copy["tool_calls"] = [_openai_call(call, ids) for call in copy["tool_calls"]]
@@ -243,12 +258,11 @@ def _openai_message(message: dict[str, Any], ids: _CallIds) -> dict[str, Any]:
     return copy
 
 
-def _content_of(text: Any, images: Any) -> Any:
+def _content_of(text: Any, images: Sequence[str] | None) -> Any:
     """Images and then a text, as OpenAI's parts."""
     if not images:
         return text
-    listed = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
-    pictures = [{"type": "image", "image": f"data:image;base64,{image}"} for image in listed]
+    pictures = [{"type": "image_url", "image_url": {"url": image}} for image in images]
     return [*pictures, *([{"type": "text", "text": text}] if text else [])]
 
 

@@ -282,6 +282,52 @@ PLACES = {
 }
 
 
+async def test_an_image_in_anthropics_system_is_refused_for_its_place(seer: World):
+    document = {"type": "document", "source": {"type": "content", "content": [CAT_BLOCK]}}
+    for block, place in ((CAT_BLOCK, "system[0]"), (document, "system[0].source.content[0]")):
+        body = {"max_tokens": 5, "system": [block], "messages": user("Hi")}
+        response = await seer.http.post("/v1/messages", json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]["message"]
+        assert error == f"{place} is an image, and system takes text only. Send it in a message of the user."
+
+
+async def test_ollama_takes_urls_as_well_as_base64(seer: World):
+    for name in ("ollama chat", "ollama generate"):
+        path, body = ASKS[name]
+        response = await seer.http.post(path, json=json.loads(json.dumps(body).replace(CAT_BASE64, CAT_URL)))
+        assert response.status_code == 200, response.text
+        assert [image.digest for image in seen(seer)] == [digest_of(seer, CAT)]
+        refused = await seer.http.post(
+            path, json=json.loads(json.dumps(body).replace(CAT_BASE64, "http://a.example/b"))
+        )
+        assert refused.status_code == 400
+        assert "images are fetched from these hosts only" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "given", [CAT_BASE64, {"a": CAT_BASE64}, [{"a": 1}], [5]], ids=["string", "object", "objects", "numbers"]
+)
+async def test_ollamas_images_are_a_list_of_strings(seer: World, given: Any):
+    chat = {"stream": False, "messages": [{**user("What?")[0], "images": given}]}
+    for path, body in (("/api/chat", chat), ("/api/generate", {"stream": False, "prompt": "What?", "images": given})):
+        response = await seer.http.post(path, json=body)
+        assert response.status_code == 400, path
+        assert "images" in response.json()["error"]
+    assert not seer.engine.requests
+
+
+async def test_a_context_does_not_lose_images_silently(seer: World):
+    path, body = ASKS["ollama generate"]
+    context = (await seer.http.post(path, json=body)).json()["context"]
+    place = context.index(seer.engine.vision.image_token_id)  # type: ignore[union-attr]
+    response = await seer.http.post(path, json={"stream": False, "prompt": "And?", "context": context})
+    assert response.status_code == 400
+    told = f"context[{place}] is the token of an image, and a context does not keep images. Leave context out"
+    assert told in response.json()["error"]
+    assert len(seer.engine.requests) == 1
+
+
 async def test_each_protocol_tells_in_its_shape(seer: World):
     for path, body in ASKS.values():
         broken = json.loads(json.dumps(body).replace(CAT_BASE64, "JVBERg=="))
