@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import contextlib
 import io
 import math
 import re
@@ -21,7 +20,8 @@ MAX_PIXELS = 50_000_000
 MAX_BYTES = 20 * 1024 * 1024
 """Of a file."""
 
-_BASE64 = re.compile(r"[A-Za-z0-9+/\r\n]*=*[\r\n]*")
+_BASE64 = re.compile(r"[-\w+/%\r\n]*=*[\r\n]*", re.ASCII)
+"""With the alphabet of URLs, and percent-encoded."""
 
 
 class UnreadableImageError(Exception):
@@ -29,7 +29,8 @@ class UnreadableImageError(Exception):
 
 
 def read_base64(source: str) -> bytes:
-    """Reads the file in a data URL or in plain base64. Raises `UnreadableImageError`."""
+    """Reads the file in a data URL or in plain base64, in the usual alphabet or that of URLs, with or without padding.
+    Raises `UnreadableImageError`."""
     if source[:5].lower() == "data:":
         head, comma, source = source.partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -38,12 +39,18 @@ def read_base64(source: str) -> bytes:
         raise UnreadableImageError(
             f"has {len(source):,} characters of base64; a file may have {MAX_BYTES:,} bytes. Send a smaller one"
         )
-    if _BASE64.fullmatch(source[:64]):  # the decoder skips later characters that are not base64
-        with contextlib.suppress(ValueError):
-            return binascii.a2b_base64(source)
-    raise UnreadableImageError(
-        f"is neither a URL nor base64: it begins with {source[:20]!r}. Send data:image/png;base64,..."
-    )
+    if not _BASE64.fullmatch(source[:64]):  # the decoder skips later characters that are not base64
+        raise UnreadableImageError(
+            f"is neither a URL nor base64: it begins with {source[:20]!r}. Send data:image/png;base64,..."
+        )
+    if "%" in source:
+        raise UnreadableImageError("is base64 with percent-encoded characters. Send + / = as they are")
+    try:
+        return binascii.a2b_base64(source.replace("-", "+").replace("_", "/") + "==")
+    except ValueError as error:
+        raise UnreadableImageError(
+            f"is damaged base64 of {len(source):,} characters ({error}). Send the whole file again"
+        ) from error
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
@@ -66,6 +73,10 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
         return _made_small(_rgb(ImageOps.exif_transpose(image)), max_pixels)
     except UnreadableImageError:
         raise
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
+        raise UnreadableImageError(
+            f"has more than {MAX_PIXELS:,} pixels, the most allowed. Send a smaller one"
+        ) from error
     except Exception as error:  # decoders raise anything for broken files
         names = ", ".join(FORMATS)
         raise UnreadableImageError(

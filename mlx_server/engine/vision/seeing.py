@@ -144,7 +144,10 @@ class SeeingModel:
             prepared = self._family.lay_out(self, arrays)
         except Exception as error:  # processors raise anything for odd shapes
             size = f"{image.width} x {image.height} pixels"
-            raise UnreadableImageError(f"cannot be prepared for {self.model_type} ({size}): {error}") from error
+            raise UnreadableImageError(
+                f"cannot be prepared for {self.model_type} ({size}): {str(error).rstrip('.')}. Send it with other "
+                "proportions"
+            ) from error
         self._kept.put(key, prepared)
         return prepared
 

@@ -253,7 +253,8 @@ REFUSED = {
     "words": ("a cat", "is neither a URL nor base64: it begins with 'a cat'"),
     "narrow": (
         data_url(encoded(picture(size=(1, 300)))),
-        "cannot be prepared for qwen2_5_vl (1 x 300 pixels): absolute aspect ratio",
+        "cannot be prepared for qwen2_5_vl (1 x 300 pixels): absolute aspect ratio must be smaller than 200, got "
+        "300.0. Send it with other proportions.",
     ),
 }
 

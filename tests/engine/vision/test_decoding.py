@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
@@ -71,6 +72,8 @@ def bomb(width: int, height: int) -> bytes:
 def test_too_many_pixels_are_refused_before_they_are_decoded():
     with pytest.raises(UnreadableImageError, match=r"has 8000 x 8000 pixels; at most 50,000,000 are allowed"):
         decode(bomb(8000, 8000))
+    with pytest.raises(UnreadableImageError, match=r"has more than 50,000,000 pixels, the most allowed"):
+        decode(bomb(19_000, 19_000))
 
 
 @pytest.mark.parametrize(("form", "turned"), [("PNG", 1), ("JPEG", 1), ("JPEG", 6)])
@@ -98,9 +101,8 @@ def test_odd_proportions_stay_within_the_pixels(size: tuple[int, int]):
         b"<svg xmlns='http://www.w3.org/2000/svg'/>",
         encoded(picture())[:200],
         encoded(picture(), "BMP"),
-        bomb(60_000, 60_000),
     ],
-    ids=["empty", "pdf", "svg", "cut", "bmp", "bomb"],
+    ids=["empty", "pdf", "svg", "cut", "bmp"],
 )
 def test_what_is_no_image_is_reported_with_what_is_read(data: bytes):
     with pytest.raises(UnreadableImageError, match=r"cannot be decoded .* PNG, JPEG, WEBP, GIF are supported"):
@@ -119,3 +121,27 @@ def test_a_data_url_is_of_base64(source: str):
     with pytest.raises(UnreadableImageError, match="is a data URL without base64"):
         read_base64(source)
     assert read_base64("Data:image/png;BASE64,AAAA") == bytes(3)
+
+
+def test_base64_of_urls_and_without_padding_is_read():
+    data = bytes(range(256)) * 2
+    for form in (base64.b64encode(data), base64.urlsafe_b64encode(data), base64.encodebytes(data)):
+        text = form.decode()
+        assert (
+            read_base64(text) == read_base64(text.rstrip("=\n")) == read_base64(f"data:image/png;base64,{text}") == data
+        )
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("AAAA" * 20 + "%2BAAA", "is base64 with percent-encoded characters. Send . / = as they are"),
+        ("%2BAA", "is base64 with percent-encoded characters"),
+        ("AAAA" * 20 + "A", "is damaged base64 of 81 characters .* Send the whole file again"),
+        ("AAAA" * 20 + "\N{SNOWMAN}", "is damaged base64 of 81 characters .*ASCII"),
+        ("\N{SNOWMAN}", "is neither a URL nor base64: it begins with"),
+    ],
+)
+def test_what_is_wrong_with_base64_is_named(source: str, reason: str):
+    with pytest.raises(UnreadableImageError, match=reason):
+        read_base64(source)

@@ -200,3 +200,9 @@ def test_an_image_that_a_processor_cannot_take_is_refused_with_its_size(
     monkeypatch.setattr(type(model.processor), "__call__", fail)
     with pytest.raises(UnreadableImageError, match=r"cannot be prepared for qwen2_5_vl \(56 x 84 pixels\): no columns"):
         model.prepare(encoded(picture(size=(56, 84))))
+
+
+def test_extreme_proportions_are_refused_with_a_remedy(tmp_path: Path):
+    told = r"cannot be prepared for mistral3 \(5000 x 1 pixels\): .*[^.]\. Send it with other proportions$"
+    with pytest.raises(UnreadableImageError, match=told):
+        load(PIXTRAL, tmp_path).prepare(encoded(picture(size=(5000, 1))))
