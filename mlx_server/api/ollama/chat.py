@@ -72,8 +72,7 @@ class ChatRequest(OllamaFields):
         where, images = f"messages[{message}]", (self.messages or ())[message].get("images")
         if not images:
             return f"{where}.content[{part}]"
-        is_text = isinstance(images, list) and part == len(images)
-        return f"{where}.content" if is_text else f"{where}.images[{part}]"
+        return f"{where}.content" if part == len(images) else f"{where}.images[{part}]"
 
 
 class GenerateRequest(OllamaFields):
