@@ -288,7 +288,7 @@ async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):
     ("path", "body", "what"),
     [
         ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "messages[0].images[0] "),
-        ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": 5}]}, "messages[0].images must be a list"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": 5}]}, "messages[0].images must be"),
         ("/api/chat", {"messages": user([{"type": "image_url", "image_url": "x"}])}, "messages[0].content[0] is"),
         ("/api/generate", {"prompt": "Hi", "images": ["aGk="], "system": "x"}, "images[0] is"),
         ("/api/generate", {"prompt": "Hi", "context": [-1]}, "context has the token id -1"),
