@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE, Config
-from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.engine.engine import AsyncEngine
 from mlx_server.environment import version
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.outputs import EngineStats
@@ -147,9 +147,6 @@ def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, 
     return {}
 
 
-_LOADED = (EngineState.READY, EngineState.DRAINING)
-
-
 @router.get(
     "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 )
@@ -163,7 +160,7 @@ async def metrics(context: Context) -> Response:
             engine.stats(),
             engine.metrics,
             is_prefix_caching=context.config.cache.prefix_caching,
-            is_loaded=engine.state in _LOADED,
+            is_loaded=engine.state.is_loaded,
         )
         for engine in context.pool.counted_engines()
     ]

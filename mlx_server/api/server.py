@@ -275,13 +275,14 @@ def _end_children() -> None:
 
 def _described(model: PooledModel) -> str:
     names = ", ".join(offer.name for offer in model.spec.offers())
-    if model.engine is None:
+    engine = model.loaded_engine
+    if engine is None:
         return f"model {names}, loaded on first use"
-    stats = model.engine.stats()
+    stats = engine.stats()
     pool = f"KV pool of {stats.num_tokens} tokens"
     if stats.max_num_blocks > stats.num_blocks:
         pool += f", up to {stats.max_tokens} as memory allows"
-    return f"model {names}: context of {model.engine.max_model_len} tokens, {pool}"
+    return f"model {names}: context of {engine.max_model_len} tokens, {pool}"
 
 
 def _dump_stacks_on_request() -> None:

@@ -56,6 +56,11 @@ class EngineState(enum.StrEnum):
     STOPPED = "stopped"
     DEAD = "dead"
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the engine has its parts, and all its properties can be read."""
+        return self in (EngineState.READY, EngineState.DRAINING)
+
 
 class AsyncEngine:
     """Serves one model on the MLX thread. All methods must be called on the event loop's thread.

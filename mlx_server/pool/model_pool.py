@@ -108,8 +108,8 @@ class ModelPool:
         return tuple(self._models.values())
 
     def engines(self) -> tuple[AsyncEngine, ...]:
-        """The engines of loaded models, in the same order."""
-        return tuple(model.engine for model in self._loaded() if model.engine is not None)
+        """The engines that can be read, in the same order."""
+        return tuple(engine for model in self.models() if (engine := model.loaded_engine) is not None)
 
     def counted_engines(self) -> tuple[AsyncEngine, ...]:
         """The last engine of each model that is or was loaded; it has the counts of earlier ones."""

@@ -93,6 +93,12 @@ class PooledModel:
         return self.state in (ModelState.READY, ModelState.DRAINING)
 
     @property
+    def loaded_engine(self) -> AsyncEngine | None:
+        """The engine for those who only read it: None while it loads, once it has died, and while its memory is
+        freed."""
+        return self.engine if self.engine is not None and self.engine.state.is_loaded else None
+
+    @property
     def is_down(self) -> bool:
         """Unloaded or failed: neither loaded nor being loaded."""
         return self.state in (ModelState.UNLOADED, ModelState.FAILED)

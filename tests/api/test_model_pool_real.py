@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +18,10 @@ import pytest
 import pytest_asyncio
 
 from mlx_server.api.context import ServerContext
+from mlx_server.api.dashboard import snapshot
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, PoolConfig, SchedulerConfig
+from mlx_server.engine import parts
+from mlx_server.engine.engine import EngineState
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import ModelEntry
 from mlx_server.outputs import SchedulerOutput
@@ -260,6 +264,42 @@ async def test_others_decode_while_a_model_is_loaded(serve: Any, folders: dict[s
     assert answers.count(answers[0]) == 5
     assert world.num_loads() == {"a": 1, "b": 1}
     stream.cancel()
+
+
+READERS = ("/v1/models", "/v1/models/a", "/api/tags", "/api/ps", "/server_info", "/model_info", "/v1/loads", "/metrics")
+
+
+@pytest.mark.parametrize("state", [EngineState.LOADING, EngineState.STOPPED, EngineState.DEAD])
+async def test_models_are_described_while_one_is_loaded_or_freed(
+    state: EngineState, serve: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Its engine then has no context, tokenizer or encoder that could be read."""
+    world = await serve(config_of({"a": folders["a"]}))
+    gate = threading.Event()
+    if state is EngineState.STOPPED:
+        await world.admin("load", "a")
+    if state is EngineState.DEAD:
+        await world.admin("load", "a")
+        monkeypatch.setattr(parts, "wait_for_device", lambda: gate.wait(60))
+        monkeypatch.setattr(ModelRunner, "launch", None)
+        assert (await world.complete("a", PROMPTS[0])).status_code == 503
+        changing = asyncio.create_task(world.admin("unload", "a"))
+    else:
+        world.pool._around.thread.call(lambda: gate.wait(60))
+        changing = asyncio.create_task(world.admin("load" if state is EngineState.LOADING else "unload", "a"))
+    try:
+        await until(lambda: (engine := world.pool.find("a").engine) is not None and engine.state is state)
+        for path in READERS:
+            response = await world.http.get(path)
+            assert response.status_code == 200, (path, response.text)
+        shown = await world.http.post("/api/show", json={"model": "a"})
+        assert shown.status_code == 200, shown.text
+        assert (await world.http.post("/flush_cache")).json() == {"success": True}
+        assert snapshot(world.pool)["models"][0]["name"] == "a"
+        assert not changing.done()
+    finally:
+        gate.set()
+    assert (await changing).status_code == 200
 
 
 async def test_a_broken_model_is_distinguished_and_served_once_it_is_repaired(

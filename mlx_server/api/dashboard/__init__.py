@@ -48,8 +48,6 @@ KEYS_EVERY = 5
 MAX_CELLS = 2048
 """Cells of the block map. Of a larger pool, evenly spaced blocks are shown."""
 
-_SERVING = (EngineState.READY, EngineState.DRAINING)
-
 _FOLDER = Path(__file__).parent
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -120,7 +118,7 @@ def _model(model: PooledModel) -> dict[str, Any]:
         "preparing": read_preparation(model.spec.root),
         "pinned": model.spec.is_pinned,
     }
-    if engine is not None and engine.state in _SERVING:
+    if engine is not None and engine.state.is_loaded:
         reading |= {
             "stats": _stats(engine),
             "tiers": list(_tiers(engine)),

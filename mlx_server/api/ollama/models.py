@@ -123,7 +123,7 @@ router.add_api_route(
 
 def _is_seeing(pool: ModelPool, offer: Offer) -> bool | None:
     """Whether a loaded model takes images; None for a model that is not loaded."""
-    engine = pool.find(offer.name).engine
+    engine = pool.find(offer.name).loaded_engine
     return None if engine is None else engine.vision is not None
 
 
@@ -164,7 +164,7 @@ def _capabilities(offer: Offer, facts: ModelFacts | None, sees: bool | None) -> 
 
 
 def _running(model: PooledModel, facts: ModelFacts | None, now_s: float, clock_s: float) -> dict[str, Any]:
-    name, idle_ttl_s = listed(model.name), model.idle_ttl_s
+    name, idle_ttl_s, engine = listed(model.name), model.idle_ttl_s, model.loaded_engine
     idle_s = clock_s - model.last_used_s if model.is_idle else 0.0
     left_s = _FOR_EVER_S if idle_ttl_s is None else min(max(0.0, idle_ttl_s - idle_s), _FOR_EVER_S)
     return {
@@ -175,12 +175,12 @@ def _running(model: PooledModel, facts: ModelFacts | None, now_s: float, clock_s
         "digest": "" if facts is None else facts.digest,
         "details": _details(None, facts),
         "expires_at": timestamp(now_s + left_s),
-        "context_length": 0 if model.engine is None else model.engine.max_model_len,
+        "context_length": 0 if engine is None else engine.max_model_len,
     }
 
 
 def _description(pool: ModelPool, offer: Offer, facts: ModelFacts | None) -> dict[str, Any]:
-    engine = pool.find(offer.name).engine
+    engine = pool.find(offer.name).loaded_engine
     sampling = None if engine is None else engine.default_sampling
     return {
         "license": "" if facts is None else facts.license,

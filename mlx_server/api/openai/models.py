@@ -40,7 +40,7 @@ async def retrieve_model(model: str, request: Request, context: Context) -> dict
 
 def _card(request: Request, pool: ModelPool, offer: Offer) -> dict[str, Any]:
     model = pool.find(offer.name)
-    engine = model.engine if model.is_loaded else None
+    engine = model.loaded_engine
     limit = capable_of = None  # known only while the model is loaded: they depend on its files and on free memory
     if engine is not None:
         limit = engine.max_model_len
