@@ -27,7 +27,7 @@ from mlx_server.errors import (
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
-from mlx_server.pool.room import Changes, RoomMaker
+from mlx_server.pool.room import Changes, RoomMaker, UnwantedError
 from mlx_server.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -182,12 +182,13 @@ class ModelPool:
             lease.end()
 
     async def load(self, name: str | None) -> PooledModel:
-        """Loads a model, even if a load of it has just failed. Raises like `acquire`."""
+        """Loads a model, even if a load of it has just failed; cancelling the caller does not stop the load. Raises
+        like `acquire`."""
         model = self.find(name)
         self._check_alive()
         if model.failure is not None:
             model.retry_s = 0.0
-        (await self.acquire(model.name)).end()
+        await asyncio.shield(self._use(model))
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:
@@ -242,7 +243,7 @@ class ModelPool:
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.gather(*(self._give_up(model) for model in self.models()))
-        await asyncio.gather(*(self._unload(model, drain_timeout_s) for model in self._loaded()))
+        await asyncio.gather(*(self._unload(model, drain_timeout_s) for model in self.models()))
         await asyncio.to_thread(self._around.close)
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -252,8 +253,8 @@ class ModelPool:
         model = self._models.get(name or "")
         return None if model is None or model.engine is None else Offer(model.spec)
 
-    def _loaded(self) -> list[PooledModel]:
-        return [model for model in self._models.values() if model.is_loaded]
+    async def _use(self, model: PooledModel) -> None:
+        (await self.acquire(model.name)).end()
 
     def _check_alive(self) -> None:
         if self._is_stopping:
@@ -284,8 +285,8 @@ class ModelPool:
         return self._loads[model.name]
 
     async def _load(self, model: PooledModel) -> Exception | None:
-        """Loads the model: from LOADING to READY, FAILED, or UNLOADED if the load was cancelled or there was no room.
-        Returns why the model is not ready; None if it is."""
+        """Loads the model: from LOADING to READY, FAILED, or UNLOADED if the load was cancelled, there was no room, or
+        nobody waits for it any more. Returns why the model is not ready; None if it is."""
         logger.info("Loading %s", model.name)
         try:
             if model.share is None:
@@ -293,7 +294,7 @@ class ModelPool:
                 await self._take_room(model, model.need)
             async with self._load_turn:
                 await self._start_engine(model)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, UnwantedError):
             model.give_up_load(LoadResult.GIVEN_UP)
             return OverloadedError(f"Loading the model `{model.name}` was cancelled; try again.", _SHUTDOWN_RETRY_S)
         except OverloadedError as error:
@@ -318,11 +319,11 @@ class ModelPool:
     async def _take_room(self, model: PooledModel, need: MemoryNeed) -> None:
         """Books the model's memory. Models that must wait for models in use do so one after another; others do not wait
         for them."""
-        if await self._room.make_at_once(model.name, need):
+        if await self._room.make_at_once(model, need):
             model.share = self.budget.take(model.name, need)
             return
         async with self._room_turn:
-            await self._room.make(model.name, need)
+            await self._room.make(model, need)
             model.share = self.budget.take(model.name, need)
 
     async def _start_engine(self, model: PooledModel) -> None:

@@ -104,6 +104,11 @@ class PooledModel:
         return self.state in (ModelState.UNLOADED, ModelState.FAILED)
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether a load of the model has a purpose: a request waits for it, or it is loaded without one."""
+        return self.num_users > 0 or self.spec.is_pinned or self.is_lost
+
+    @property
     def is_idle(self) -> bool:
         """Ready and unused."""
         return self.is_ready and self.num_users == 0

@@ -33,6 +33,10 @@ class Changes:
                 await self._event.wait()
 
 
+class UnwantedError(Exception):
+    """Nobody waits for the model any more, so no room is made for it."""
+
+
 class RoomMaker:
     """Makes room within the budget: cuts unused KV blocks, or else unloads idle models, least recently used first.
 
@@ -64,23 +68,24 @@ class RoomMaker:
         self._clock = clock
         self._gave_way: set[str] = set()
 
-    async def make_at_once(self, name: str, need: MemoryNeed) -> bool:
-        """Makes room without waiting for models in use. Returns whether `need` fits now."""
-        while name not in self._gave_way and self._budget.missing_bytes(need):
+    async def make_at_once(self, model: PooledModel, need: MemoryNeed) -> bool:
+        """Makes room without waiting for models in use. Returns whether `need` fits now. Raises `UnwantedError`."""
+        while model.name not in self._gave_way and self._is_missing(model, need):
             if await self._cut_pools(need):
                 continue
             idle = [model for model in self._idle() if not model.is_yielding]  # read again: a cut takes time
             if not idle or not self._is_enough(idle, need):
                 return False
             await self._unload(min(idle, key=lambda model: model.last_used_s))
-        return name not in self._gave_way
+        return model.name not in self._gave_way
 
-    async def make(self, name: str, need: MemoryNeed) -> None:
+    async def make(self, model: PooledModel, need: MemoryNeed) -> None:
         """Returns when `need` fits, or when waiting cannot make it fit: the budget then says why. Raises
-        `OverloadedError` when the models in use leave no room, at once or after `room_timeout_s`."""
+        `OverloadedError` when the models in use leave no room, at once or after `room_timeout_s`, and
+        `UnwantedError`."""
         deadline_s = self._clock() + self._settings.room_timeout_s
         try:
-            while self._budget.missing_bytes(need) and self._can_fit_ever(need):
+            while self._is_missing(model, need) and self._can_fit_ever(need):
                 if await self._cut_pools(need):
                     continue
                 idle = self._idle()
@@ -93,13 +98,18 @@ class RoomMaker:
                     continue
                 now = self._clock()
                 if self._settings.when_full == "fail" or now >= deadline_s:
-                    raise OverloadedError(self._refusal(name, need), _BUSY_RETRY_S)
+                    raise OverloadedError(self._refusal(model.name, need), _BUSY_RETRY_S)
                 await self._changes.wait(self._next_turn_s(now, deadline_s) - now)
         finally:
             self._gave_way.clear()
-            for model in self._loaded():
-                model.is_yielding = False
+            for other in self._loaded():
+                other.is_yielding = False
             self._changes.notify()
+
+    def _is_missing(self, model: PooledModel, need: MemoryNeed) -> bool:
+        if not model.is_wanted:
+            raise UnwantedError
+        return self._budget.missing_bytes(need) > 0
 
     async def _cut_pools(self, need: MemoryNeed) -> bool:
         """Cuts idle blocks if they are enough. Otherwise a model must be unloaded, and the others keep their cached

@@ -858,6 +858,48 @@ async def test_a_busy_model_yields_when_its_time_is_over():
         assert world.factory.loads() == ["a", "b", "a"]
 
 
+@pytest.mark.parametrize("asked", ["by requests", "by an admin"])
+async def test_room_is_made_for_nobody_who_has_gone(asked: str):
+    """a was to yield to b, whose last request goes. What an admin asked for is loaded all the same."""
+    async with world_of("a", "b", limit_mib=100, residency_s=0.0) as world:
+        lease = await world.pool.acquire("a")
+        ask = world.pool.acquire if asked == "by requests" else world.pool.load
+        waiting = [asyncio.create_task(ask("b")) for _ in range(2)]
+        await until(lambda: world.pool.find("a").is_yielding)
+        late = asyncio.create_task(world.use("a"))
+        waiting.pop().cancel()
+        await asyncio.sleep(0.02)
+        assert not late.done()
+        waiting.pop().cancel()
+        if asked == "by an admin":
+            await asyncio.sleep(0.02)
+            assert not late.done()
+            lease.end()
+        await late
+        assert world.factory.loads() == (["a"] if asked == "by requests" else ["a", "b", "a"])
+        assert world.pool.find("b").loads[LoadResult.GIVEN_UP] == (asked == "by requests")
+        lease.end()
+        await world.use("b")
+
+
+async def test_a_request_that_comes_after_all_others_have_gone_is_served():
+    """b waits behind c to make room, and nobody waits for b for a while."""
+    async with world_of("a", "b", "c", limit_mib=100) as world:
+        lease = await world.pool.acquire("a")
+        first = asyncio.create_task(world.pool.acquire("c"))
+        await asyncio.sleep(0.02)
+        gone = asyncio.create_task(world.pool.acquire("b"))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        await asyncio.sleep(0.02)
+        waiting = asyncio.create_task(world.use("b"))
+        await asyncio.sleep(0.02)
+        lease.end()
+        (await first).end()
+        await waiting
+        assert world.factory.loads() == ["a", "c", "b"]
+
+
 async def test_what_was_loaded_for_someone_is_not_evicted_before_he_has_used_it():
     async with world_of("a", "b", limit_mib=100) as world:
         for _ in range(5):
