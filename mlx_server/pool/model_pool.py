@@ -32,6 +32,7 @@ from mlx_server.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
+_SHUTDOWN = "The server is shutting down; send the request elsewhere."
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
 _MAX_DEATHS = 3
@@ -258,7 +259,7 @@ class ModelPool:
 
     def _check_alive(self) -> None:
         if self._is_stopping:
-            raise OverloadedError("The server is shutting down; send the request elsewhere.", _SHUTDOWN_RETRY_S)
+            raise OverloadedError(_SHUTDOWN, _SHUTDOWN_RETRY_S)
         death = self.death()
         if death is not None:
             raise EngineDeadError(death)
@@ -296,7 +297,8 @@ class ModelPool:
                 await self._start_engine(model)
         except (asyncio.CancelledError, UnwantedError):
             model.give_up_load(LoadResult.GIVEN_UP)
-            return OverloadedError(f"Loading the model `{model.name}` was cancelled; try again.", _SHUTDOWN_RETRY_S)
+            cancelled = f"Loading the model `{model.name}` was cancelled; try again."
+            return OverloadedError(_SHUTDOWN if self._is_stopping else cancelled, _SHUTDOWN_RETRY_S)
         except OverloadedError as error:
             logger.warning("The model %s cannot be loaded now: %s", model.name, error)
             model.give_up_load(LoadResult.NO_ROOM)
