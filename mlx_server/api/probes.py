@@ -7,15 +7,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.environment import version
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.outputs import EngineStats
+from mlx_server.pool.access import check_model_access
 from mlx_server.pool.pooled_model import PooledModel
 
 router = APIRouter(tags=["probes"])
@@ -97,9 +99,9 @@ def _ratio(part: float, whole: float) -> float:
 
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
-async def server_info(context: Context) -> dict[str, Any]:
+async def server_info(request: Request, context: Context) -> dict[str, Any]:
     """What the routers of vLLM and SGLang ask of a worker, in one body."""
-    model = context.pool.find(None)
+    model = _default_model(request, context)
     num_blocks = 0 if model.engine is None else model.engine.stats().max_tokens // BLOCK_SIZE
     return {
         **_identity(model),
@@ -124,9 +126,14 @@ async def kv_event_sources(context: Context) -> dict[str, Any]:
 
 @router.get("/model_info")
 @router.get("/get_model_info", include_in_schema=False)
-async def model_info(context: Context) -> dict[str, Any]:
+async def model_info(request: Request, context: Context) -> dict[str, Any]:
     """The default model, with the names of SGLang."""
-    return {**_identity(context.pool.find(None)), "is_generation": True}
+    return {**_identity(_default_model(request, context)), "is_generation": True}
+
+
+def _default_model(request: Request, context: ServerContext) -> PooledModel:
+    check_model_access(context.pool, caller_of(request).tier, None)
+    return context.pool.find(None)
 
 
 def _identity(model: PooledModel) -> dict[str, Any]:

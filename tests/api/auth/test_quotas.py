@@ -379,7 +379,8 @@ async def test_models_that_a_tier_may_use(world: World, keys: Any, listed: str):
         assert await statuses(world, key, 1, model=name) == [200]
     assert await statuses(world, key, 1, model="other") == [404]
     assert [card["id"] for card in (await world.http.get("/v1/models", headers=headers)).json()["data"]] == ["fake"]
-    assert (await world.http.get("/v1/models/alias", headers=headers)).status_code == 200
+    for path in ("/v1/models/alias", "/server_info", "/model_info"):
+        assert (await world.http.get(path, headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["fake", "alias", None])
@@ -394,7 +395,8 @@ async def test_models_that_it_may_not_use(world: World, keys: Any, name: str | N
     for path in ("/tokenize", "/detokenize", "/v1/completions/render"):
         assert (await world.http.post(path, json=body, headers=headers)).status_code == 403
     assert (await world.http.get("/v1/models", headers=headers)).json()["data"] == []
-    assert (await world.http.get("/v1/models/fake", headers=headers)).status_code == 403
+    for path in ("/v1/models/fake", "/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+        assert (await world.http.get(path, headers=headers)).status_code == 403
 
 
 @pytest.mark.parametrize(
