@@ -87,14 +87,14 @@ async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, 
 
 
 async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
-    """The pull of a model, by its served name or its hub id; one in progress is joined. None if the model is there.
-    Raises `ModelNotFoundError` for what cannot be pulled, and `PermissionDeniedError` for a model that this server
-    would not serve."""
+    """The pull of a model, by its served name or its hub id; one in progress is joined. None if the model is there. The
+    pull of a configured model that cannot be pulled fails with the reason. Raises `ModelNotFoundError` for others that
+    cannot, and `PermissionDeniedError` for a model that this server would not serve."""
     offer = context.pool.look_up(name)
     model = name if offer is None else offer.spec.root
     if offer is not None and await asyncio.to_thread(folder_of, model) is not None:
         return None
-    if not can_be_fetched(model):
+    if offer is None and not can_be_fetched(model):
         raise ModelNotFoundError(name, "Models are pulled by their hub id, like mlx-community/Qwen3-0.6B-4bit.")
     if offer is None and not context.config.pool.pulled_models:
         raise PermissionDeniedError(

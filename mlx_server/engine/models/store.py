@@ -137,7 +137,7 @@ class Fetches:
         self._running: dict[str, Fetch] = {}
 
     def join(self, name: str) -> Fetch:
-        """The fetch of a model that `can_be_fetched`; starts it unless it is in progress."""
+        """The fetch of a model by its configured name or its hub id; starts it unless it is in progress."""
         name = hub_id(name) or name
         running = self._running.get(name)
         if running is None:

@@ -285,6 +285,9 @@ async def test_pulls_that_lead_nowhere_are_refused(world: World, stored: Path):
     serve_pulled(world)
     assert "hub id" in (await post(world, "/api/pull", 404, model="llama3"))["error"]
     assert "model: Field required" in (await post(world, "/api/pull", 400))["error"]
+    reason = "There is no model /models/fake: it is not a folder, not a hub id (owner/name), and not `smollm2`."
+    assert await post(world, "/api/pull", 500, model="fake") == {"error": reason}, "configured, but not there"
+    assert (await post(world, "/admin/models/pull", 500, model="fake"))["error"]["message"] == reason
 
 
 async def test_pulled_models_can_be_deleted(world: World, stored: Path):
