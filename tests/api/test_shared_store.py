@@ -254,6 +254,24 @@ async def test_a_store_that_goes_and_comes_again(fleet: Fleet, redis: RedisServe
     assert len([line for line in lines if line.endswith("is back")]) == 2
 
 
+async def test_what_a_store_refused_before_it_lost_its_data_is_forgotten_with_them(fleet: Fleet, redis: RedisServer):
+    (key,) = await fleet.start(requests_per_minute=4)
+    first, second = fleet.servers
+    first.engine.gate.clear()
+    open_one = asyncio.create_task(first.ask(key))
+    await until(lambda: first.engine.open)
+    assert [(await second.ask(key)).status_code for _ in range(3)] == [200] * 3
+    for _ in range(2):  # the second one is not asked of the store
+        refused = await first.ask(key)
+        assert (refused.status_code, refused.json()["error"]["message"].split()[0]) == (429, "4")
+    await redis.kill()
+    await redis.start()
+    first.engine.gate.set()
+    assert (await open_one).status_code == 200
+    await fleet.reported()
+    assert [(await first.ask(key)).status_code for _ in range(4)] == [200, 200, 200, 429]
+
+
 async def test_a_store_that_hangs_holds_up_one_call_only(
     fleet: Fleet, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ):

@@ -209,9 +209,10 @@ class FleetQuotas(Quotas):
         super().check(caller, demand)
         share = self._shares.get(caller.identity)
         if share is not None and share.reply is not None and self._store.is_here:
-            wait_s = share.refused_until_s - self._clock()
-            if wait_s > 0:
-                raise requests_refusal(caller.tier, share.reply.rates["requests"][0], wait_s)
+            wait_s, limit = share.refused_until_s - self._clock(), caller.tier.requests_per_minute
+            used, _ = share.reply.rates["requests"]
+            if wait_s > 0 and limit is not None and used >= limit:  # fewer if the store has lost its data since
+                raise requests_refusal(caller.tier, used, wait_s)
 
     async def reserve(
         self, caller: Caller, demand: Demand, least: int | None = None
