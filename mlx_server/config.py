@@ -20,7 +20,7 @@ from mlx_server.combinations import check_combinations
 from mlx_server.environment import expanded
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
-from mlx_server.model_entries import Adapter, ModelEntry, parse_adapters, read_models
+from mlx_server.model_entries import Adapter, ModelEntry, check_adapter_names, parse_adapters, read_models
 from mlx_server.setting import (
     STRICT,
     UNQUOTED,
@@ -58,13 +58,16 @@ WHOLE_WEIGHTS: Final = "none"
 DEFAULT_MODEL = "smollm2"
 
 
+_Adapters = Annotated[Text, BeforeValidator(joined), BeforeValidator(check_adapter_names), form(parse_adapters)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """[model]: which model to serve, and how."""
 
     model: str = declare(DEFAULT_MODEL, "a folder in mlx-lm format, a hub id, a GGUF file, or `smollm2` (bundled)")
     served_model_name: Text = declare(None, "name that clients use; default: the model's own")
-    adapter: Annotated[Text, BeforeValidator(joined), form(parse_adapters)] = declare(
+    adapter: _Adapters = declare(
         None,
         "adapters in mlx-lm's format, served beside the model as `model:name`: NAME=FOLDER, or FOLDER, whose last part "
         "is then the name; several are joined by `:`",

@@ -56,6 +56,14 @@ def parse_adapters(text: str) -> tuple[Adapter, ...]:
     return adapters
 
 
+def check_adapter_names(value: Any) -> Any:
+    """The value itself. Raises `ValueError` for a table with a name that would not come back from `parse_adapters`."""
+    for name in value if isinstance(value, Mapping) else ():
+        if _FORBIDDEN & set(str(name)):
+            raise ValueError(f"{name!r} is not an adapter's name; write one with none of `:/=`")
+    return value
+
+
 def _parse_adapter(text: str) -> Adapter:
     name, separator, folder = text.partition("=")
     if separator and "/" not in name:

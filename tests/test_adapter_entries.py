@@ -65,6 +65,14 @@ def test_what_names_no_adapter_is_refused(value: object, words: str) -> None:
     assert caught.value.message.startswith("--adapter: ")
 
 
+@pytest.mark.parametrize("name", ["te:rse", "te=rse", "te/rse"])
+@pytest.mark.parametrize("section", ["[model]", '[[models]]\nmodel = "a"'])
+def test_names_in_tables_are_those_that_clients_use(section: str, name: str, tmp_path: Path) -> None:
+    """Not others, as which the joined list would be read."""
+    with pytest.raises(ConfigError, match=f"adapter is .*'{name}' is not an adapter's name; write one with none of"):
+        read(tmp_path, f'{section}\nadapter = {{ formal = "/x", "{name}" = "/y" }}\n')
+
+
 def test_names_of_adapters_are_no_other_models(tmp_path: Path) -> None:
     text = '[[models]]\nid = "a"\nmodel = "m"\naliases = ["c"]\nadapter = ["x"]\n[[models]]\nid = "{}"\nmodel = "n"\n'
     read(tmp_path, text.format("b:x"))
