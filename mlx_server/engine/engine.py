@@ -204,7 +204,7 @@ class AsyncEngine:
         if self._parts is not None:
             self._parts.watch.leave(*self._parts.guards)
             self._parts.scheduler.stop()
-            if self._loop_task is not None:
+            if self._loop_task is not None and not self._loop_task.cancelled():
                 await self._loop_task
             if self._parts.disk is not None and self.state is not EngineState.DEAD:
                 try:
@@ -347,7 +347,10 @@ class AsyncEngine:
         try:
             executor = ObservedExecutor(parts.executor, self.metrics, self._tracer)
             await parts.scheduler.run(executor, self._clock, self._deliver)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by the end of the event loop, unless it was by who cancels `stop`
+            self.state = EngineState.DEAD
+            self.error = "its event loop has ended, as at the end of asyncio.run; start, use and stop it in one loop"
+            self._fail_streams(self._death_error)
             raise
         except BaseException as error:  # a panic in a native library is not an Exception
             self._die(error, parts)
@@ -433,6 +436,8 @@ class AsyncEngine:
             raise self._death_error()
         if self.state is not EngineState.READY:
             raise OverloadedError(f"The model {self.model_name} is {self.state.value}.", _SHUTDOWN_RETRY_S)
+        if self._loop_task is not None and self._loop_task.get_loop() is not asyncio.get_running_loop():
+            raise InvalidRequestError(f"{self.model_name} was started in another event loop; use it in that one.")
         return self._loaded_parts()
 
     def _text(self) -> TextTools:

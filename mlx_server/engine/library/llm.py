@@ -232,6 +232,7 @@ class AsyncLLM:
             self._thread.stop()
             raise
         self.builder = RequestBuilder(self.engine)
+        weakref.finalize(self, _end, self._thread)
 
     async def start(self) -> None:
         """Loads the model; raises what loading raises."""
@@ -386,6 +387,17 @@ class _LoopThread:
 def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
     loop.run(llm.stop())
     loop.stop()
+
+
+def _end(thread: MLXThread) -> None:
+    """Ends the thread of an `AsyncLLM` that was not stopped, before the process ends. At its end no thread can be
+    started; before, the garbage collector calls this in the middle of anything, which must not wait."""
+    if not thread.is_alive:
+        return
+    if threading.main_thread().is_alive():
+        threading.Thread(target=thread.stop, name="llm-end").start()
+    else:
+        thread.stop()
 
 
 def _drop(loop: _LoopThread, llm: AsyncLLM) -> None:
