@@ -71,7 +71,9 @@ _STRUCTURED_OUTPUTS = {
         "disable_any_whitespace": {"type": "boolean"},
         "disable_additional_properties": {"type": "boolean"},
         "whitespace_pattern": STRING,
+        "disable_fallback": {"type": "boolean"},
     },
+    "additionalProperties": False,
     "oneOf": [{"required": [name]} for name in _CONSTRAINTS],
 }
 

@@ -55,7 +55,12 @@ class StructuredSpec:
 _TAG_SCHEMAS = frozenset(("json_schema", "schema"))
 """The keys of schemas in a structural tag."""
 
-_OPTION_TYPES = {"disable_any_whitespace": bool, "disable_additional_properties": bool, "whitespace_pattern": str}
+_OPTION_TYPES = {
+    "disable_any_whitespace": bool,
+    "disable_additional_properties": bool,
+    "whitespace_pattern": str,
+    "disable_fallback": bool,  # of vLLM: there is no other backend to fall back to
+}
 
 
 def parse_structured(body: Mapping[str, Any], format_name: str = "response_format") -> StructuredSpec | None:
@@ -64,7 +69,8 @@ def parse_structured(body: Mapping[str, Any], format_name: str = "response_forma
     Reads OpenAI's `response_format`; vLLM's `structured_outputs` and its older `guided_*`; SGLang's `json_schema`,
     `regex` and `ebnf`; llama.cpp's `grammar`; Ollama's `format`. Null fields count as absent. Schemas are closed
     (`adapted_schema`) unless `open_schemas` is true or `disable_additional_properties` is false. Raises
-    `InvalidRequestError` with the field's name for invalid values, and for more than one constraint.
+    `InvalidRequestError` with the field's name for invalid values, for more than one constraint, and for
+    `structured_outputs` with none or with unknown members.
     """
     found = list(_constraints_in(body, format_name))
     if len(found) > 1:
@@ -123,6 +129,13 @@ def _from_structured_outputs(value: Any) -> Iterator[StructuredSpec]:
     where = "structured_outputs"
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{where} must be an object.", where)
+    given = {name for name, content in value.items() if content is not None}
+    kinds = ", ".join(_IN_STRUCTURED_OUTPUTS)
+    for name in value:
+        if name in given and name not in _IN_STRUCTURED_OUTPUTS and name not in _OPTION_TYPES:
+            raise InvalidRequestError(f"{where}.{name} is unknown; give one of {kinds}.", f"{where}.{name}")
+    if given.isdisjoint(_IN_STRUCTURED_OUTPUTS):
+        raise InvalidRequestError(f"{where} has no constraint; give one of {kinds}.", where)
     options = {name: value[name] for name in _OPTION_TYPES if value.get(name) is not None}
     for name, option in options.items():
         if not isinstance(option, _OPTION_TYPES[name]):

@@ -85,11 +85,24 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
 
 
 def as_file(picture: Any, max_pixels: int) -> bytes:
-    """Writes a Pillow image as a file from which `decode` makes the same pixels as from the image's own file."""
+    """Writes a Pillow image as a file from which `decode` makes the same pixels as from the image's own file. Raises
+    `UnreadableImageError`."""
     from PIL import ImageOps
 
     file = io.BytesIO()
-    _made_small(_rgb(ImageOps.exif_transpose(picture)), max_pixels).save(file, "PNG", compress_level=1)
+    try:
+        if picture.mode in ("I", "F"):  # Pillow opens files with 16 bits as "I;16"
+            raise UnreadableImageError(
+                f'has Pillow\'s mode "{picture.mode}", whose values have no known range. Scale them to 0..255, and '
+                'give it as `picture.convert("L")`'
+            )
+        if not picture.width * picture.height:
+            raise UnreadableImageError(f"has {picture.width} x {picture.height} pixels")
+        _made_small(_rgb(ImageOps.exif_transpose(picture)), max_pixels).save(file, "PNG", compress_level=1)
+    except UnreadableImageError:
+        raise
+    except Exception as error:  # a file that Pillow reads only now, or that was closed
+        raise UnreadableImageError(f"cannot be read: {error}") from error
     return file.getvalue()
 
 
@@ -107,8 +120,8 @@ def _rgb(image: Any) -> Any:
 
     if image.mode == "P":  # Pillow warns if its transparency is bytes
         image = image.convert("RGBA")
-    if image.mode[0] in "IF":  # 16-bit grey: Pillow would turn all values above 255 into white
-        image = Image.fromarray((np.clip(np.asarray(image), 0, 0xFFFF) / 0x101).astype(np.uint8))
+    if image.mode.startswith("I;16"):  # grey: Pillow would turn all values above 255 into white
+        image = Image.fromarray((np.asarray(image) / 0x101).astype(np.uint8))
     return image.convert("RGB")
 
 

@@ -38,9 +38,9 @@ def test_a_photo_stands_upright():
     assert decode(encoded(picture(), "JPEG", exif=exif)).size == (84, 56)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "CMYK", "F", "I;16", "P", "RGBA", "YCbCr"])
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "I;16", "P", "RGBA", "YCbCr"])
 def test_a_picture_of_pillow_is_read_as_its_file_is(mode: str):
-    image = picture().convert("L").convert(mode) if mode in ("F", "I;16") else picture().convert(mode)
+    image = picture().convert("L").convert(mode) if mode == "I;16" else picture().convert(mode)
     assert decode(as_file(image, 10_000)).size == (56, 84)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -48,6 +48,28 @@ def test_a_picture_of_pillow_is_read_as_its_file_is(mode: str):
     assert np.array_equal(decode(as_file(Image.open(io.BytesIO(turned)), 10_000)), decode(turned))
     small = decode(as_file(image, 1000))
     assert small.width * small.height <= 1000
+
+
+def closed() -> Image.Image:
+    image = Image.open(io.BytesIO(encoded(picture())))
+    image.close()
+    return image
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (picture().convert("I"), r'has Pillow\'s mode "I", whose values have no known range.*convert\("L"\)'),
+        (Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32)), 'has Pillow\'s mode "F"'),
+        (Image.new("RGB", (0, 5)), "has 0 x 5 pixels"),
+        (Image.open(io.BytesIO(encoded(picture())[:2000])), "cannot be read: image file is truncated"),
+        (closed(), "cannot be read: Operation on closed image"),
+    ],
+    ids=["I", "F", "empty", "cut", "closed"],
+)
+def test_a_picture_of_pillow_without_sure_pixels_is_refused(image: Image.Image, words: str):
+    with pytest.raises(UnreadableImageError, match=words):
+        as_file(image, 10_000)
 
 
 def test_transparency_of_a_palette_is_no_warning():
