@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -16,22 +14,25 @@ from mlx_server.engine.embeddings import FloatArray
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
+from mlx_server.engine.library.inputs import (
+    Chat,
+    Prompt,
+    as_prompts,
+    as_tools,
+    bare_prompt,
+    for_each,
+    with_sources,
+)
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningMarkers
-from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, read_base64
+from mlx_server.engine.vision.decoding import UnreadableImageError, read_base64
 from mlx_server.engine.vision.parts import ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs
 from mlx_server.request import FinishReason, PoolingParams, PromptImage, TokenConstraint, Vector
 from mlx_server.sampling_params import SamplingParams, plain_ints
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or one of them under vLLM's name: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
-
-Chat: TypeAlias = Sequence[Mapping[str, Any]]
-"""OpenAI's messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,7 @@ class RequestBuilder:
 
     def prompt(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None) -> PromptRequests:
         """Raises `InvalidRequestError`."""
-        if isinstance(prompt, Mapping):
-            found = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-            if len(found) != 1:
-                raise InvalidRequestError("A prompt that is a mapping has prompt or prompt_token_ids.", "prompt")
-            return self.prompt(found[0], sampling, adapter)
+        prompt = bare_prompt(prompt)
         if isinstance(prompt, str):
             token_ids: Sequence[int] = self._engine.tokenizer.encode(prompt)
             return self._build(prompt, token_ids, sampling, adapter, continues_text=True)
@@ -120,9 +117,10 @@ class RequestBuilder:
         options: ChatOptions,
     ) -> PromptRequests:
         """Raises `InvalidRequestError`."""
+        tools = as_tools(tools)
         seeing = self._engine.vision
         parts = None if seeing is None else ImageParts()
-        marked = messages if parts is None else parts.mark_messages(_with_sources(messages, self._max_pixels))
+        marked = messages if parts is None else parts.mark_messages(with_sources(messages, self._max_pixels))
         pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
         prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
         dialect = self._engine.chat.dialect
@@ -171,6 +169,7 @@ class RequestBuilder:
     ) -> PromptRequests:
         sampling = self._engine.default_sampling if sampling is None else sampling
         grammar = self._grammar(sampling)
+        adapter = None if adapter == self._engine.names.merged else adapter  # all requests use it
         each = replace(sampling, n=1, structured_outputs=None)
         number = next(self._ids)
         requests = [
@@ -205,55 +204,6 @@ class RequestBuilder:
             return None
         spec = parse_structured({"structured_outputs": sampling.structured_outputs})
         return None if spec is None else self._engine.grammars.compile(spec)
-
-
-def _with_sources(messages: Chat, max_pixels: int) -> list[Any]:
-    """Converts images that are bytes, files or Pillow images to base64. Raises `InvalidRequestError`."""
-
-    def read(part: Any) -> Any:
-        image = part.get("image") if isinstance(part, Mapping) else None
-        try:
-            data: Any = image.read_bytes() if isinstance(image, Path) else image
-        except OSError as error:
-            raise InvalidRequestError(f"{image} cannot be read: {error.strerror}.", "messages") from error
-        if hasattr(data, "save"):
-            data = as_file(data, max_pixels)
-        return {**part, "image": base64.b64encode(data).decode()} if isinstance(data, bytes) else part
-
-    def sourced(message: Any) -> Any:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list | tuple):
-            return message
-        return {**message, "content": [read(part) for part in content]}
-
-    return [sourced(message) for message in messages]
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """Makes a list of prompts. A single prompt becomes a list of one; a sequence of token ids is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    try:
-        each = list(prompts)
-    except TypeError:
-        wanted = "a text, token ids, or a list of such prompts"
-        raise InvalidRequestError(f"prompts must be {wanted}, got {type(prompts).__name__}.", "prompts") from None
-    return [each] if each and not any(hasattr(one, "__len__") for one in each) else each
-
-
-def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -> list[Any]:
-    """Returns `given` for all `count` items, or checks that it has one for each."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, Sequence):
-        raise InvalidRequestError(f"{name} must be {kind.__name__}, or one for each, got {type(given).__name__}.", name)
-    if len(given) != count:
-        raise InvalidRequestError(f"There are {count} {of_what} and {len(given)} {name}.", name)
-    each = list(given)
-    wrong = next((one for one in each if not isinstance(one, kind | None)), None)
-    if wrong is not None:
-        raise InvalidRequestError(f"{name} must be {kind.__name__} each, got {type(wrong).__name__}.", name)
-    return each
 
 
 async def complete(engine: AsyncEngine, prompts: Sequence[PromptRequests], use_tqdm: bool) -> list[Completion]:

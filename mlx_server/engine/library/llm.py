@@ -8,29 +8,27 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
-from mlx_server.config import Config, load_config
 from mlx_server.engine.embeddings import InputTruncation, embedder_of, pair_up, scorer_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.library.completions import (
-    Chat,
     Completion,
     CompletionOutput,
     Embedding,
-    Prompt,
     PromptRequests,
     RequestBuilder,
     complete,
-    for_each,
     pool,
 )
-from mlx_server.engine.parts import GivenModels, Surroundings
+from mlx_server.engine.library.inputs import Chat, Prompt, as_chats, as_prompts, for_each
+from mlx_server.engine.library.options import EngineOptions, Model, read_options
+from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.errors import ConfigError, InvalidRequestError
+from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import CompletionDelta, EngineStats
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
+from mlx_server.runtime.models.loader import RunnerInfo
 from mlx_server.sampling_params import SamplingParams, plain_ints
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "CompletionOutput"]
@@ -41,37 +39,6 @@ _AN_HOUR_MS = 3.6e6
 """`LLM` streams no tokens, so only the token budget bounds its steps."""
 
 
-class EngineOptions(TypedDict, total=False):
-    """What `LLM` and `AsyncLLM` take besides the model: the server's settings of the same names, with their defaults.
-
-    `draft_model` is a smaller model of the same vocabulary; it must be loaded if and only if the model is. `mtp_from`
-    says where the heads for `speculate="mtp"` are fetched from. `adapters` are folders by name, or folders that have
-    their adapters' names. `max_chunk_tokens` bounds one prompt's share of a step.
-    """
-
-    draft_model: str | LoadedModel | None
-    mtp_from: str | None
-    adapters: Mapping[str, str] | Sequence[str]
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_chunk_tokens: int | None
-    kv_cache_memory: str
-    num_kv_blocks: int | None
-    kv_bits: str
-    attention_backend: str
-    dtype: str
-    quantize: str
-    batch_invariant: bool
-    async_scheduling: bool
-    speculate: str
-    max_draft_tokens: int
-    prefix_caching: bool
-    max_model_len: int | None
-    pooling: str
-    target_step_ms: float | None
-    max_step_ms: float
-
-
 class LLM:
     """A model with the server's scheduler and runner, for synchronous code: scripts and notebooks. Its event loop has a
     thread of its own. Several threads may share one `LLM`. `AsyncLLM` is the same for async code.
@@ -79,7 +46,7 @@ class LLM:
     Close it, or use it as a context manager, to free its memory.
     """
 
-    def __init__(self, model: str | LoadedModel = "smollm2", **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: Model = "smollm2", **options: Unpack[EngineOptions]) -> None:
         """Loads the model; raises what loading raises. The options are those of `EngineOptions`."""
         options.setdefault("target_step_ms", _AN_HOUR_MS)
         options.setdefault("max_step_ms", _AN_HOUR_MS)
@@ -108,7 +75,7 @@ class LLM:
         `InvalidRequestError` before anything runs if a prompt cannot be served, `ModelNotFoundError` for an unknown
         adapter, and `EngineDeadError` if the model fails.
         """
-        return self._complete(self._llm.builder.prompts(prompts, sampling_params, adapters), use_tqdm)
+        return self._complete(self._open.builder.prompts(prompts, sampling_params, adapters), use_tqdm)
 
     def chat(
         self,
@@ -126,7 +93,7 @@ class LLM:
         """Answers one chat, or each of several, as `generate` does. The model's chat template, or `chat_template`,
         writes the prompts. The model sees `tools`, and its calls stay in the text. `add_generation_prompt` opens the
         assistant's turn (None: unless a message is continued)."""
-        chats = [messages] if isinstance(next(iter(messages), None), Mapping) else list(messages)
+        builder, chats = self._open.builder, as_chats(messages)
         sampling = for_each(sampling_params, len(chats), "chats", "sampling_params", SamplingParams)
         named = for_each(adapters, len(chats), "chats", "adapters", str)
         options = ChatOptions(
@@ -136,7 +103,7 @@ class LLM:
             template_kwargs=chat_template_kwargs or {},
         )
         prompts = [
-            self._llm.builder.chat(chat, params, adapter, tools, options)  # type: ignore[arg-type]
+            builder.chat(chat, params, adapter, tools, options)
             for chat, params, adapter in zip(chats, sampling, named, strict=True)
         ]
         return self._complete(prompts, use_tqdm)
@@ -156,7 +123,7 @@ class LLM:
         vectors (Matryoshka), and `truncate_prompt_tokens` shortens long prompts (-1: to the model's limit). Raises
         `InvalidRequestError` before anything runs if the model gives no vectors or a prompt cannot be served.
         """
-        work = self._llm.embed(
+        work = self._open.embed(
             prompts,
             dimensions=dimensions,
             prompt_name=prompt_name,
@@ -175,7 +142,7 @@ class LLM:
     ) -> list[float]:
         """Returns how well each of `text_2` fits `text_1` (one text for all, or one for each): a number from 0 to 1 for
         a reranker, the cosine of both vectors for an embedding model. Raises as `embed` does."""
-        work = self._llm.score(text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
+        work = self._open.score(text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
         return self._loop.run(work)
 
     def stats(self) -> EngineStats:
@@ -205,6 +172,12 @@ class LLM:
     ) -> None:
         self.close()
 
+    @property
+    def _open(self) -> AsyncLLM:
+        if not self._finalizer.alive:
+            raise InvalidRequestError("This LLM is closed; make another one.")
+        return self._llm
+
     def _complete(self, prompts: Sequence[PromptRequests], use_tqdm: bool) -> list[Completion]:
         return self._loop.run(complete(self.engine, prompts, use_tqdm))
 
@@ -215,14 +188,10 @@ class AsyncLLM:
     Answers can be streamed token by token, so steps are short, as on the server.
     """
 
-    def __init__(self, model: str | LoadedModel = "smollm2", **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: Model = "smollm2", **options: Unpack[EngineOptions]) -> None:
         """The options are those of `EngineOptions`. Nothing is loaded before `start`."""
-        unknown = options.keys() - EngineOptions.__annotations__.keys()
-        if unknown:
-            raise TypeError(f"{sorted(unknown)[0]} is no option of LLM or AsyncLLM")
-        max_chunk_tokens = options.pop("max_chunk_tokens", None)
-        given = GivenModels(_if_loaded(model), _if_loaded(options.get("draft_model")))
-        config = _config(model, {**options})
+        config, given = read_options(model, options)
+        max_chunk_tokens = options.get("max_chunk_tokens")
         self._thread = MLXThread()
         try:
             self.engine = AsyncEngine(
@@ -296,11 +265,11 @@ class AsyncLLM:
     ) -> list[Embedding]:
         """As `LLM.embed`."""
         truncation = InputTruncation(truncate_prompt_tokens)
-        prompts = [prompts] if isinstance(prompts, str) else prompts
         embedder = embedder_of(self.engine.pooling, self.engine.model_name)
         embedder.check_dimensions(dimensions)
         before = embedder.prompt(prompt_name)
-        items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in prompts]
+        each = as_prompts(prompts)
+        items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in each]
         inputs = [embedder.token_ids(item, before, truncation, f"prompts[{index}]") for index, item in enumerate(items)]
         results = await pool(self.engine, inputs, embedder.params, use_tqdm)
         vectors = (embedder.vector(result, dimensions) for result in results)
@@ -331,28 +300,6 @@ class AsyncLLM:
                 yield delta
         finally:
             stream.abort()
-
-
-def _if_loaded(model: str | LoadedModel | None) -> LoadedModel | None:
-    return model if isinstance(model, LoadedModel) else None
-
-
-def _config(model: str | LoadedModel, options: dict[str, Any]) -> Config:
-    adapters, draft_model = options.pop("adapters", None), options.pop("draft_model", None)
-    if adapters and not isinstance(model, str):
-        raise ConfigError("A loaded model has its adapters already; give them to the function that loads it.")
-    if draft_model is not None and isinstance(draft_model, str) != isinstance(model, str):
-        raise ConfigError("Give the draft model as you give the model: both by name, or both loaded.")
-    flags = {
-        **options,
-        "model": model if isinstance(model, str) else model.name,
-        "draft_model": draft_model.name if isinstance(draft_model, LoadedModel) else draft_model,
-        "adapter": adapters or None,
-        "max_num_waiting": 1_000_000,
-        "max_queued_tokens": 1_000_000_000,
-        "queue_timeout_s": 0.0,
-    }
-    return load_config(environ={}, flags=flags)
 
 
 class _LoopThread:
