@@ -7,6 +7,7 @@ to prepare the next step. MLX ends a buffer after a number of operations or of a
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -79,6 +80,14 @@ class MemoryReading:
         of_system = self.available_bytes - (1 - pressure) * self.total_bytes
         of_device = pressure * self.device_bytes - self.device_used_bytes
         return max(0, int(min(of_system, of_device)))
+
+
+def return_freed_memory() -> None:
+    """Returns what the process has freed to the system. glibc keeps it in each thread's arena; MLX ends no thread of a
+    stream, so an arena may never be used again. Other libraries, such as macOS's, need no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def read_memory() -> MemoryReading:

@@ -31,6 +31,7 @@ from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.layers.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.layers.cpu import bfloat16_weights, install_native, native_library
 from mlx_server.runtime.layers.sharding import NO_IMAGES, Group, agreement, shard_model
+from mlx_server.runtime.memory import return_freed_memory
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_no_vision
@@ -333,11 +334,12 @@ def compute_something() -> None:
 
 
 def release(last_references: list[object]) -> None:
-    """Drops the last references to a model on the thread of its arrays' streams, and returns MLX's cached memory to the
-    system. MLX thread."""
+    """Drops the last references to a model on the thread of its arrays' streams, and returns its memory and MLX's
+    caches to the system. MLX thread."""
     last_references.clear()
     gc.collect()
     mx.clear_cache()
+    return_freed_memory()
 
 
 def is_gpu() -> bool:
