@@ -21,7 +21,7 @@ from mlx_server.engine.library.completions import (
     complete,
     pool,
 )
-from mlx_server.engine.library.inputs import Chat, Prompt, as_chats, as_prompts, for_each
+from mlx_server.engine.library.inputs import Chat, Prompt, as_chats, as_prompts, bare_prompt, for_each
 from mlx_server.engine.library.options import EngineOptions, Model, read_options
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.text.chat import ChatOptions
@@ -268,7 +268,7 @@ class AsyncLLM:
         embedder = embedder_of(self.engine.pooling, self.engine.model_name)
         embedder.check_dimensions(dimensions)
         before = embedder.prompt(prompt_name)
-        each = as_prompts(prompts)
+        each = map(bare_prompt, as_prompts(prompts))
         items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in each]
         inputs = [embedder.token_ids(item, before, truncation, f"prompts[{index}]") for index, item in enumerate(items)]
         results = await pool(self.engine, inputs, embedder.params, use_tqdm)

@@ -326,7 +326,7 @@ async def test_async_vectors_scores_and_adapters_are_those_of_llm(tmp_path: Path
     save_embedder(tmp_path / "embedder")
     async with AsyncLLM(path, num_kv_blocks=64, max_model_len=256) as other:
         with LLM(path, num_kv_blocks=64, max_model_len=256) as llm:
-            for prompts in ("one", ["one", "two"]):
+            for prompts in ("one", ["one", "two"], [1, 2], {"prompt": "one"}):
                 found, expected = await other.embed(prompts, dimensions=8), llm.embed(prompts, dimensions=8)
                 assert len(found) == len(expected)
                 for mine, theirs in zip(found, expected, strict=True):
