@@ -37,6 +37,7 @@ _HELD = "memory is short: no request starts beside running ones"
 _ALL_SEATS = "no seat: all are taken"
 _KEPT_SEAT = "no seat: the last is kept for a request that has aged past better tiers"
 _NO_BLOCKS = "no room: too few blocks are free"
+_MANY_LOADS = "many prefixes of other requests are to be loaded from disk first"
 _NO_TOKENS = "the step has too few tokens left for an input that must be computed whole"
 
 
@@ -269,7 +270,12 @@ class Policy:
         if self._waiting.parked_for(request) is not None:
             return None
         prefix = self._blocks.find_prefix(request)
-        if (why := self._what_lacks(request, prefix, promoted)) is not None:
+        why = self._what_lacks(request, prefix, promoted)
+        if why is None and self._is_deferred(request, step.now):
+            if self._waiting.parked_for(request) is not None:
+                return None
+            why = _MANY_LOADS
+        if why is not None:
             if request is oldest:
                 step.closed_because, step.closed_by = why, request
             step.no_overtaking = why
@@ -282,6 +288,10 @@ class Policy:
         cost = self._budget.cost(request.num_computed_tokens, self._work(request))
         self._recent.add(request.priority, cost, step.now)
         return block_ids
+
+    def _is_deferred(self, request: Request, now: float) -> bool:
+        """Whether a request that could start waits for a prefix on disk instead."""
+        return self._table.disk is not None and self._table.disk.defers(request, now)
 
     def _what_lacks(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> str | None:
         """What is missing for a request to start; None if nothing is. Grows the pool if necessary."""
@@ -314,7 +324,7 @@ class Policy:
             return
         able = _some(heads[0], self._shortest(step, heads[0].priority))
         request = next((request for request in able if self._would_compute(step, request)), None)
-        if request is None:
+        if request is None or self._is_deferred(request, step.now):
             return
         preempted = self._fewest_preempted(request, step.now)
         if preempted and self._promote_aged(request, step.now):

@@ -166,6 +166,10 @@ class PriorityQueueWithAging:
         block_hash = self._parked_at.get(request.request_id)
         return None if block_hash is None else self._owners[block_hash].request_id
 
+    def parks(self, request: Request, now: float) -> bool:
+        """Parks a waiting request if a running one or a load has its next uncached block. Whether it is parked."""
+        return request.request_id in self._parked_at or self._park(request, now)
+
     # --- parking: prefixes that are being computed ----------------------------------------------------------
 
     def start(self, request: Request, *, is_load: bool = False) -> None:

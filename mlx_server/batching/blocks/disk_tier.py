@@ -22,7 +22,7 @@ from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import STATES, BlockCopies, CopyPlace, EngineCounters, ModelRunnerOutput
-from mlx_server.request import Priority, Request
+from mlx_server.request import Priority, Request, RequestStatus
 from mlx_server.sampling_params import SamplingParams
 
 IDLE_S = 1.0
@@ -30,11 +30,16 @@ IDLE_S = 1.0
 
 _MAX_LOADS = 2
 
+_MAX_QUEUED = 32
+"""How many loads of its own or better tiers a request may find before it. If there are more, it does not start, nor do
+those behind it: so a step looks up this many prefixes at most, however many requests wait."""
+
 _AHEAD_BYTES = 2 * PIECE_BYTES
 """Contents of one load that may be read but not yet copied."""
 
 _MAX_LOAD_S = 10.0
-"""A load that takes longer ends: what has not been read by then is computed."""
+"""A load that takes longer ends: what has not been read by then is computed. Nor does a load wait longer for its
+turn."""
 
 _LATE_S = 0.01
 """Added to that time, so that the loop wakes up after it and not just before."""
@@ -63,7 +68,8 @@ _NOTHING = memoryview(b"")
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load of a prefix of `end` blocks for the request `wanted_by`. Its first `first` blocks were a hit in memory.
+    """A load of a prefix of `end` blocks for the request `wanted_by`. It waits for its turn since `began_s`; once it has
+    begun, at `began_s`, its first `first` blocks are a hit in memory.
 
     Of the `items` to load, those before `next` have landed in the pool, and those from `next` to `requested` are being
     read or are `staged`. If the state at the prefix's end is to be loaded, it is the first item, without a block, and
@@ -73,11 +79,11 @@ class _Load:
 
     holder: Request
     wanted_by: Request
-    first: int
     end: int
-    items: list[SeenBlock]
-    slot: int | None
     began_s: float
+    first: int = 0
+    items: list[SeenBlock] = field(default_factory=list)
+    slot: int | None = None
     next: int = 0
     requested: int = 0
     bytes_ahead: int = 0
@@ -95,13 +101,17 @@ class _Load:
     def is_complete(self) -> bool:
         return self.next == len(self.items)
 
+    def is_late(self, now: float) -> bool:
+        return now - self.began_s > _MAX_LOAD_S
+
 
 class DiskTier:
     """Loads prefixes from a store into blocks, and saves blocks there (`saves`). Event-loop thread only, except for the
     store's answers.
 
-    When a waiting request is next in its tier, and more of its prefix is in memory and on disk together than in memory
-    alone, the rest is read if that is expected to be faster than computing it. Meanwhile a request of the tier's own,
+    A waiting request is looked up once: when it is next in its tier, or else when it would start. If more of its prefix
+    is in memory and on disk together than in memory alone, the rest is read if that is expected to be faster than
+    computing it. Loads begin in the order of tier and age, two at a time. Meanwhile a request of the tier's own,
     the holder, holds the blocks, and the queue takes it for the request that computes them. So the waiting request and
     all others with that prefix are parked, and nothing is loaded twice. Each step copies a piece of what was read into
     the pool; from then on it is cached like anything that a step computes.
@@ -138,6 +148,7 @@ class DiskTier:
         self._room_beside = room_beside
         self.target_s = target_s
         self._loads: list[_Load] = []
+        self._queue: list[_Load] = []  # those that wait for their turn
         self._arrived: deque[tuple[_Load, int, memoryview | None]] = deque()
         self._loaded: list[tuple[CopyPlace, memoryview]] = []
         self._bytes_per_s = _FIRST_BYTES_PER_S
@@ -151,7 +162,7 @@ class DiskTier:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loads)
+        return bool(self._loads or self._queue)
 
     # --- between steps --------------------------------------------------------------------------------------
 
@@ -169,8 +180,10 @@ class DiskTier:
         self.saves.begin_step(piece)
         for load in list(self._loads):
             room -= self._land(load, room, now, is_first=room == piece)
-        if len(self._loads) < _MAX_LOADS:
-            self._begin_loads(now)
+        for load in [load for load in self._queue if load.is_late(now)]:
+            self._queue.remove(load)
+            self._waiting.stop(load.holder.request_id)
+        self._seek_next(now)
         may_save = is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s
         if may_save and self.saves.is_due and self._store.is_quiet:
             self.saves.request(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
@@ -179,8 +192,9 @@ class DiskTier:
         """How long the loop may sleep if no request arrives: until a load takes too long, or, if there is no request at
         all (`is_idle`), until blocks are to be saved. None if nothing is due; a read or a write wakes the loop
         anyway."""
-        if self._loads:
-            return max(0.0, min(load.began_s for load in self._loads) + _MAX_LOAD_S - now) + _LATE_S
+        if self.is_loading:
+            began_s = min([load.began_s for load in (*self._loads, *self._queue)])
+            return max(0.0, began_s + _MAX_LOAD_S - now) + _LATE_S
         if is_idle and self.saves.is_due:
             return max(0.0, self._busy_until_s + IDLE_S - now)
         return None
@@ -237,49 +251,81 @@ class DiskTier:
 
     def close(self) -> None:
         """Ends all loads; no request runs any more."""
+        while self._queue:
+            self._waiting.stop(self._queue.pop().holder.request_id)
         while self.give_up_load():
             pass
         self._store.set_busy(False)
 
-    def _begin_loads(self, now: float) -> None:
-        for head in self._waiting.heads(now):
-            shortest = self._waiting.shortest(head.priority, now)
-            for request in dict.fromkeys((head, shortest)):
-                if request is None or request.was_sought_on_disk or len(self._loads) >= _MAX_LOADS:
-                    continue
-                lacked = request.num_blocks_lacked
-                if lacked and not self._blocks.make_room(lacked + self._room_beside()):
-                    continue
-                request.was_sought_on_disk, request.num_blocks_lacked = True, 0
-                if self._blocks.may_hit(request):
-                    self._begin(request, now)
+    def defers(self, request: Request, now: float) -> bool:
+        """Call for a waiting request that would start otherwise. Whether it must wait: for a load, in which case it is
+        parked, or because too many loads come before it."""
+        if request.was_sought_on_disk or not self._blocks.may_hit(request):
+            return False
+        return self._num_before(request) >= _MAX_QUEUED or self._seek(request, now)
 
-    def _begin(self, request: Request, now: float) -> None:
+    def _seek_next(self, now: float) -> None:
+        """Looks up the next requests of each tier even if they cannot start yet."""
+        for head in self._waiting.heads(now):
+            for request in dict.fromkeys((head, self._waiting.shortest(head.priority, now))):
+                if request is not None and self._num_before(request) < _MAX_LOADS:
+                    self._seek(request, now)
+        self._begin_next(now)
+
+    def _num_before(self, request: Request) -> int:
+        loads = (*self._loads, *self._queue)
+        return sum([load.wanted_by.priority <= request.priority for load in loads])
+
+    def _seek(self, request: Request, now: float) -> bool:
+        """Looks up a waiting request, and queues a load if that pays. Whether the request is parked."""
+        if self._waiting.parks(request, now):
+            return True
+        lacked = request.num_blocks_lacked
+        if request.was_sought_on_disk or (lacked and not self._blocks.make_room(lacked + self._room_beside())):
+            return False
+        request.was_sought_on_disk, request.num_blocks_lacked = True, 0
+        if not self._blocks.may_hit(request):
+            return False
         first = len(self._blocks.find_prefix(request))
         end = self._blocks.reach(request, self._is_stored)
         if not self._pays(first, end):
-            return
+            return False
+        holder = self._holder(request, end)
+        self._waiting.start(holder, is_load=True)
+        self._queue.append(_Load(holder, request, end, now))
+        self._begin_next(now)
+        return self._waiting.parks(request, now)
+
+    def _begin_next(self, now: float) -> None:
+        """Begins the loads whose turn it is. Drops those whose requests have left, or that have no room."""
+        while self._queue and len(self._loads) < _MAX_LOADS:
+            load = min(self._queue, key=lambda load: (load.wanted_by.priority, load.wanted_by.arrival_s))
+            self._queue.remove(load)
+            if load.wanted_by.status is not RequestStatus.WAITING or not self._begin(load, now):
+                self._waiting.stop(load.holder.request_id)
+
+    def _begin(self, load: _Load, now: float) -> bool:
+        request, end = load.wanted_by, load.end
+        load.first, load.began_s = len(self._blocks.find_prefix(request)), now
         seen = self._blocks.seen(request, end)
         num_blocks = sum([block is None or not block.ref_cnt for _, _, block in seen])
         if not self._blocks.make_room(num_blocks + self._room_beside()):
             request.was_sought_on_disk, request.num_blocks_lacked = False, num_blocks  # tried again when there is room
-            return
-        checkpoints, last, slot = self._blocks.checkpoints, request.block_hashes[end - 1], None
+            return False
+        checkpoints, last = self._blocks.checkpoints, request.block_hashes[end - 1]
         if checkpoints is not None and last in checkpoints:
             checkpoints.slot(last)  # which counts as used
         elif checkpoints is not None:
-            slot = checkpoints.reserve()
-            if slot is None:
-                return
+            load.slot = checkpoints.reserve()
+            if load.slot is None:
+                return False
         self._counters.num_disk_loads += 1
-        holder = self._holder(request, end)
         # In order of the blocks: without windows, what has landed can be hit at once.
-        missing = sorted(self._blocks.hold(holder, seen), key=lambda block: (block.number, block.group))
-        items = missing if slot is None else [SeenBlock(end - 1, STATES, None), *missing]
-        self._waiting.start(holder, is_load=True)
-        load = _Load(holder, request, first, end, items, slot, now)
+        missing = sorted(self._blocks.hold(load.holder, seen), key=lambda block: (block.number, block.group))
+        load.items = missing if load.slot is None else [SeenBlock(end - 1, STATES, None), *missing]
         self._loads.append(load)
         self._request_reads(load)
+        return True
 
     def _is_stored(self, block_hash: bytes, group: int) -> bool:
         """Whether the store has a content. If only states are stored, blocks have no content and always count as
@@ -356,7 +402,7 @@ class DiskTier:
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
         self._waiting.advance(load.holder, self._num_hit(load) * BLOCK_SIZE)
-        if load.is_complete or is_broken or now - load.began_s > _MAX_LOAD_S:
+        if load.is_complete or is_broken or load.is_late(now):
             self._learn(load, now)
             self._end(load)
         else:

@@ -416,6 +416,139 @@ def test_those_with_one_prefix_load_it_once() -> None:
     assert world.scheduler.counters.num_disk_loads == 1
 
 
+def kept_each(num_prompts: int, num_blocks: int = 10) -> tuple[FakeStore, list[list[int]]]:
+    """A store that has the blocks of prompts that have nothing in common."""
+    store, prompts = FakeStore(), [prompt(num_blocks * BLOCK_SIZE + 5, first=7 * number) for number in range(num_prompts)]
+    for tokens in prompts:
+        store.blocks.update(kept(tokens).blocks)
+    return store, prompts
+
+
+def test_all_requests_that_come_at_once_hit_what_is_on_disk() -> None:
+    """Not only the oldest and the shortest; two prefixes are read at a time, and each is looked up once."""
+    store, prompts = kept_each(6)
+    world = make_world(200, store=store)
+    sought = counted_seeks(world)
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", [*tokens, *prompt(20 + number, first=500)], 4))
+    assert world.schedule() is None
+    assert world.scheduler.num_deferred == 6
+    world.finish()
+    world.check_tokens()
+    assert [request.num_cached_tokens for request in world.requests.values()] == [10 * BLOCK_SIZE] * 6
+    assert world.scheduler.counters.num_disk_loads == 6
+    assert len(sought) == 6 * 10
+
+
+def test_a_prefix_that_two_tiers_begin_with_is_loaded_once() -> None:
+    """The next requests of a tier are the oldest and the shortest."""
+    world = make_world(100, store=(store := kept()))
+    world.add(make_request("longest", [*LONG, *prompt(90, first=500)], 1))
+    world.add(make_request("shortest", [*LONG, *prompt(9, first=600)], 1))
+    world.add(make_request("low", [*LONG, *prompt(50, first=700)], 1, priority=Priority.LOW))
+    world.finish()
+    world.check_tokens()
+    assert (store.num_read, world.scheduler.counters.num_disk_loads) == (10, 1)
+
+
+def test_who_has_nothing_on_disk_starts_beside_those_who_wait_for_loads() -> None:
+    store, prompts = kept_each(5)
+    world = make_world(200, store=store)
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", tokens, 4))
+    world.add(make_request("other", prompt(11 * BLOCK_SIZE, first=800), 4))
+    world.schedule()
+    assert world.running_ids() == ["other"]
+    world.finish()
+    world.check_tokens()
+
+
+def test_nobody_is_preempted_for_a_request_that_is_loaded_first() -> None:
+    store, prompts = kept_each(3)
+    world = make_world(200, store=store, max_num_seqs=1)
+    world.add(make_request("low", 40, 30, priority=Priority.LOW))
+    world.step()
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", tokens, 4, priority=Priority.HIGH))
+    for _ in range(3):
+        world.step()
+    assert world.running_ids() == ["low"]
+    world.finish()
+    world.check_tokens()
+    assert world.scheduler.counters.num_disk_loads == 3
+
+
+def test_loads_begin_by_tier_and_then_by_age() -> None:
+    store, prompts = kept_each(6)
+    world = make_world(200, store=store)
+    tiers = (Priority.LOW, Priority.LOW, Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.HIGH)
+    begun: list[bytes] = []
+    read = store.read
+    store.read = lambda digest, *args, **more: (begun.append(digest), read(digest, *args, **more))  # type: ignore
+    for number, (tokens, priority) in enumerate(zip(prompts, tiers, strict=True)):
+        if number == 3:
+            world.schedule()
+        world.add(make_request(f"a{number}", tokens, 1, priority=priority, arrival_s=0.001 * number))
+    world.finish()
+    world.check_tokens()
+    first_block = {request.block_hashes[0]: name for name, request in world.requests.items()}
+    order = [first_block[digest] for digest in begun if digest in first_block]
+    assert order == ["a0", "a1", "a4", "a5", "a3", "a2"]
+
+
+def test_a_disk_that_hangs_holds_up_all_requests_for_one_load_only() -> None:
+    store, prompts = kept_each(6)
+    world = make_world(200, store=store)
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", tokens, 4))
+    assert world.schedule() is None
+    world.now += world.scheduler.disk.rest_s(world.now, is_idle=False)
+    assert world.schedule() is not None
+    assert world.scheduler.num_deferred == 0
+    assert len(world.running_ids()) == 6
+    world.finish()
+    world.check_tokens()
+
+
+def test_so_many_loads_may_wait_and_better_tiers_pass_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step looks up so many prefixes and no more."""
+    monkeypatch.setattr("mlx_server.batching.blocks.disk_tier._MAX_QUEUED", 4)
+    store, prompts = kept_each(8)
+    world = make_world(200, store=store)
+    sought = counted_seeks(world)
+    for number, tokens in enumerate(prompts[:7]):
+        world.add(make_request(f"a{number}", tokens, 4, priority=Priority.LOW))
+    for _ in range(3):
+        assert world.schedule() is None
+    assert (world.scheduler.num_deferred, len(sought)) == (4, 4 * 10)
+    assert "loaded from disk" in world.scheduler._composer.policy.why_not(
+        world.requests["a4"], world.scheduler._composer._last
+    )
+    world.add(make_request("better", prompts[7], 4))
+    world.schedule()
+    assert (world.scheduler.num_deferred, len(sought)) == (5, 5 * 10)
+    world.finish()
+    world.check_tokens()
+    assert all(request.num_cached_tokens == 10 * BLOCK_SIZE for request in world.requests.values())
+    assert len(sought) == 8 * 10
+
+
+def test_a_load_that_waits_for_its_turn_is_not_made_for_a_request_that_has_left() -> None:
+    store, prompts = kept_each(4)
+    world = make_world(200, store=store)
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", tokens, 4))
+    world.schedule()
+    world.scheduler.finish_request("a3", FinishReason.ABORT)
+    world.finish()
+    assert (world.scheduler.counters.num_disk_loads, store.num_read) == (3, 30)
+    world.check_tokens()
+    world.add(make_request("again", prompts[3], 4))
+    world.schedule()
+    world.scheduler.fail_all()
+    assert world.scheduler.blocks.num_free_blocks == 200
+
+
 def test_others_decode_while_a_prefix_is_loaded() -> None:
     world = make_world(store=(store := kept()), is_async=True)
     world.add(make_request("stream", 20, 60))
