@@ -211,7 +211,8 @@ class ModelRunnerOutput:
     `step_time_s` is the time from the end of the step before, or from this step's start if that is later, to this
     step's end. `idle_time_s` is how long the device was idle before the step although a request was running.
     `launch_time_s` is how long the host took to launch the step, if it does that beside the device's work; else 0.
-    `saved_blocks` are the contents that the step's copies asked for.
+    `saved_blocks` are the contents that the step's copies asked for, and `copy_time_s` is how long the host took for
+    these copies, without waiting for earlier steps.
 
     `drafts` are the results of `draft_steps`. If `draft_error` is set, there are none, and later draft steps will not
     give any either. The vision encoder ran for `num_images`, and failed for the requests in `image_errors`, whose other
@@ -224,6 +225,7 @@ class ModelRunnerOutput:
     step_time_s: float = 0.0
     idle_time_s: float = 0.0
     launch_time_s: float = 0.0
+    copy_time_s: float = 0.0
     num_model_calls: int = 1
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     draft_error: str | None = None

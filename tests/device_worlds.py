@@ -120,6 +120,7 @@ class DeviceRunner:
 
     def __init__(self, name: str, threads: VirtualThreads, device: Device, runner: FakeRunner) -> None:
         self.runner = runner
+        runner.copy_seconds = lambda num_blocks: device.profile.copy_s * num_blocks
         self._name, self._threads, self._device = name, threads, device
 
     def launch(self, step: SchedulerOutput) -> _Launched:

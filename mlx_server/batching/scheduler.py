@@ -231,10 +231,8 @@ class ContinuousBatchingScheduler:
             self.blocks.on_changed(submitted.pool_change)
         elif submitted.copies is None and not output.num_images:  # copies and images take time, too
             self._observe(submitted, output)
-        if self.disk is not None and submitted.copies is not None:
-            is_other = submitted.pool_change is not None or output.num_images
-            expected_s = None if is_other else self._budget.expected_s(submitted.shape)
-            self.disk.on_copied(submitted.copies, output, expected_s, self._launch_s)
+        if self.disk is not None:
+            self.disk.on_step(submitted.copies, output)
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
         outputs = self._table.take_images(submitted, output.image_errors)

@@ -124,6 +124,31 @@ class Write:
     rounding: Rounding | None
 
 
+class _ReadTimer:
+    """For how long, in all, at least one read was waiting or in progress. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_reads = 0
+        self._began_s = self._total_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._began_s = self._began_s if self._num_reads else time.monotonic()
+            self._num_reads += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_reads -= 1
+            if not self._num_reads:
+                self._total_s += time.monotonic() - self._began_s
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._total_s + (time.monotonic() - self._began_s if self._num_reads else 0.0)
+
+
 @dataclass(slots=True)
 class _Waiting:
     """What the threads have to do; read and changed with `condition` held."""
@@ -332,6 +357,12 @@ class ModelRecords:
     states: Space | None = None
     rounding: Rounding | None = None
     notify: Callable[[], None] = lambda: None
+    _timer: _ReadTimer = field(default_factory=_ReadTimer, init=False)
+
+    @property
+    def read_time_s(self) -> float:
+        """For how long, in all, reads of this model were waiting or in progress."""
+        return self._timer.seconds
 
     @property
     def block_bytes(self) -> int:
@@ -368,9 +399,11 @@ class ModelRecords:
         """Reads a block or a state, if it is still wanted; its content, or None, comes on another thread."""
 
         def done(content: memoryview | None) -> None:
+            self._timer.end()
             on_done(content)
             self.notify()
 
+        self._timer.begin()
         self.disk.read(digest, done, is_wanted, None if is_state else self.rounding)
 
     def room(self) -> int:

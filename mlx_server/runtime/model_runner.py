@@ -3,9 +3,10 @@ batch, and one pass of the sampler."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +34,13 @@ from mlx_server.runtime.vision import NOTHING_ENCODED, EncodingResult, ImageEnco
 from mlx_server.sampling_params import SamplingParams
 
 
+class _Copied(NamedTuple):
+    """What a step's copies have saved, and how long they took."""
+
+    saved: tuple[memoryview, ...] = ()
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class PromptScores:
     """Prompt log-probabilities of one request in one step: rows [first, last) of `scored`."""
@@ -56,7 +64,7 @@ class LaunchedStep:
     prompt_scores: list[PromptScores]
     pooled: PooledBatch | None
     arrays: list[mx.array]
-    saved_blocks: tuple[memoryview, ...]
+    copied: _Copied
     end: mx.array
     """Evaluated with the step, only for the thread that waits for it: two threads must not wait for one array, since
     MLX marks it as available without a lock."""
@@ -127,10 +135,10 @@ class ModelRunner:
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Builds and submits a step."""
-        saved_blocks = self._copy_and_change(step)
+        copied = self._copy_and_change(step)
         self._update_requests(step)  # after loading: requests may resume from a loaded state
         if not step.chunks:
-            return LaunchedStep(step.step_id, 0, [], None, None, [], None, [], saved_blocks, mx.array(0))
+            return LaunchedStep(step.step_id, 0, [], None, None, [], None, [], copied, mx.array(0))
         for chunk in step.chunks:
             if chunk.token_ids is not None:
                 num_known = chunk.num_tokens - chunk.num_drafts
@@ -182,7 +190,7 @@ class ModelRunner:
             prompt_scores,
             pooled,
             arrays,
-            saved_blocks,
+            copied,
             end,
             images=NOTHING_ENCODED if self.images is None else self.images.take_result(),
         )
@@ -219,7 +227,8 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             num_model_calls=launched.num_calls,
             pooled={} if launched.pooled is None else launched.pooled.fetch(),
-            saved_blocks=launched.saved_blocks,
+            copy_time_s=launched.copied.seconds,
+            saved_blocks=launched.copied.saved,
             num_images=launched.images.num_encoded,
             image_errors=launched.images.errors,
         )
@@ -252,19 +261,23 @@ class ModelRunner:
         if resumed:
             self.cache.resume_states(resumed)
 
-    def _copy_and_change(self, step: SchedulerOutput) -> tuple[memoryview, ...]:
-        """Saves blocks, changes the pools, then loads blocks; returns the saved contents."""
+    def _copy_and_change(self, step: SchedulerOutput) -> _Copied:
+        """Saves blocks, changes the pools, then loads blocks."""
         saved: tuple[memoryview, ...] = ()
-        copies = step.copies
+        copies, seconds = step.copies, 0.0
         if copies is not None:
             if self._contents.may_be_in_use and self._previous is not None:
                 self._previous.wait()
+            began_s = time.perf_counter()
             saved = self._contents.read(copies.saved)
+            seconds = time.perf_counter() - began_s
         if step.pool_change is not None:
             self._change_pools(step.pool_change)
         if copies is not None:
+            began_s = time.perf_counter()
             self._contents.write(copies.loaded)
-        return saved
+            seconds += time.perf_counter() - began_s
+        return _Copied(saved, seconds)
 
     def _change_pools(self, change: PoolChange) -> None:
         """Waits for the step before, which may still use the pools."""

@@ -89,6 +89,7 @@ class FakeStore:
     state_bytes = 0
     is_rounded = False
     is_quiet = False
+    read_time_s = 0.0
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, memoryview] = {}
@@ -296,6 +297,7 @@ class FakeRunner:
         self._windows = windows
         self.num_prompt_tokens_computed = 0
         self.seconds = step_seconds
+        self.copy_seconds = lambda num_blocks: 0.0
         self._slots = [0] * (num_blocks * BLOCK_SIZE)
         self._states: dict[str, RunnerState] = {}
         self._submitted: deque[tuple[SchedulerOutput, dict[str, RunnerState]]] = deque()
@@ -371,11 +373,14 @@ class FakeRunner:
                 assert chunk.start == 0 or not state.pooling.is_whole, "a part of what must be whole"
                 if end == state.num_prompt_tokens:
                     pooled[chunk.request_id] = pooled_vector(state.token_ids)
+        copies = output.copies or BlockCopies()
+        copy_time_s = self.copy_seconds(len(copies.saved) + len(copies.loaded))
         return ModelRunnerOutput(
             output.step_id,
             sampled,
             prompt_logprobs,
-            step_time_s=self.seconds(output),
+            step_time_s=self.seconds(output) + copy_time_s,
+            copy_time_s=copy_time_s,
             pooled=pooled,
             saved_blocks=self._saved.popleft(),
         )

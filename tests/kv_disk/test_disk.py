@@ -117,6 +117,25 @@ def test_what_is_not_wanted_any_more_is_not_read(disk):
     assert (found, disk.counters.num_bytes_read) == ([None], 0)
 
 
+def test_the_time_of_reads_is_that_in_which_some_are_in_progress(disk, monkeypatch):
+    """Of two at once, one second by the clock counts once; and what waits for a disk that hangs counts, too."""
+    write(disk, 1, 2)
+    now, may_read, done = [0.0], threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(disks.time, "monotonic", lambda: now[0])
+    get = disk.store.get
+    monkeypatch.setattr(disk.store, "get", lambda digest: get(digest) if may_read.wait(10) else None)
+    records = ModelRecords(disk, SPACE, notify=done.release)
+    for number in (1, 2):
+        records.read(digest_of(number), lambda content: None)
+    now[0] = 1.0
+    assert records.read_time_s == 1.0
+    may_read.set()
+    assert done.acquire(timeout=10)
+    assert done.acquire(timeout=10)
+    now[0] = 5.0
+    assert (records.read_time_s, ModelRecords(disk, SPACE).read_time_s) == (1.0, 0.0)
+
+
 def test_no_more_may_wait_than_has_room(disk, monkeypatch):
     monkeypatch.setattr(disks, "MAX_WAITING_BYTES", 12_000)
     assert disk.room() == 12_000

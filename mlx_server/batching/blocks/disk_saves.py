@@ -48,6 +48,11 @@ class BlockStore(Protocol):
         """Whether nothing waits to be read or written."""
         ...
 
+    @property
+    def read_time_s(self) -> float:
+        """For how long, in all, reads were waiting or in progress."""
+        ...
+
     def has(self, digest: bytes) -> bool:
         """Whether a content is stored or waits to be written: it can be read, and need not be written again."""
         ...

@@ -16,6 +16,7 @@ from mlx_server.batching.blocks.disk_saves import (
     content_bytes,
     record_digest,
 )
+from mlx_server.batching.blocks.disk_speeds import CopySpeed, ReadSpeed
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.blocks.prefix_cache import SeenBlock
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
@@ -45,7 +46,7 @@ _LATE_S = 0.01
 """Added to that time, so that the loop wakes up after it and not just before."""
 
 _COPY_SHARE = 0.25
-"""Share of the target step time that copies may take while requests run."""
+"""Share of the target step time, or of the last step's if that is longer, that copies may take while requests run."""
 
 _BESIDE_SHARE = 0.01
 """Share of the time that copies for saves may take if the computing threads make them; writing takes as much again."""
@@ -56,20 +57,13 @@ _BESIDE_S_PER_BYTE = 1 / 32e6
 _IN_TURN_BYTES = 2 * 2**20
 """Copied at a time in that case, or a single larger content, so that saving is spread evenly over steps."""
 
-_FIRST_COPY_BYTES_PER_S = 1e9
-_COPY_MEMORY_BYTES = 2 * PIECE_BYTES
-"""The speed of copies is averaged over about this many bytes."""
-
-_FIRST_BYTES_PER_S = 1e9
-_RATE_GAIN = 0.3
-_LOAD_FIXED_S = 0.005
 _NOTHING = memoryview(b"")
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load of a prefix of `end` blocks for the request `wanted_by`. It waits for its turn since `began_s`; once it has
-    begun, at `began_s`, its first `first` blocks are a hit in memory.
+    """A load of a prefix of `end` blocks for the request `wanted_by`. `began_s` is when it began, or else since when it
+    has waited for its turn. When it began, its first `first` blocks were a hit in memory.
 
     Of the `items` to load, those before `next` have landed in the pool, and those from `next` to `requested` are being
     read or are `staged`. If the state at the prefix's end is to be loaded, it is the first item, without a block, and
@@ -151,14 +145,13 @@ class DiskTier:
         self._queue: list[_Load] = []  # those that wait for their turn
         self._arrived: deque[tuple[_Load, int, memoryview | None]] = deque()
         self._loaded: list[tuple[CopyPlace, memoryview]] = []
-        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._reads, self._copies = ReadSpeed(store.read_time_s), CopySpeed()
         self._is_busy = False
         self._busy_until_s = 0.0
         self._num_loads = 0
-        self._copied_bytes = float(_COPY_MEMORY_BYTES)
-        self._copied_s = _COPY_MEMORY_BYTES / _FIRST_COPY_BYTES_PER_S
         self._is_copied_beside = False  # as on a GPU, which computes meanwhile
         self._next_save_s = 0.0
+        self._step_s = 0.0  # of the last step, without copies
 
     @property
     def is_loading(self) -> bool:
@@ -174,6 +167,7 @@ class DiskTier:
         self._store.set_busy(is_busy and not self.saves.is_urgent)
         while self._arrived:
             load, number, content = self._arrived.popleft()
+            self._reads.num_bytes += 0 if content is None else content_bytes(self._store, load.items[number].group)
             if not load.is_over:
                 load.staged[number] = content
         room = piece = self._piece_bytes() if is_busy else PIECE_BYTES
@@ -206,39 +200,31 @@ class DiskTier:
             self.saves.request(PIECE_BYTES)
 
     def take_copies(self) -> BlockCopies | None:
-        """What the step that was just composed copies; None if nothing. `on_copied` follows."""
+        """What the step that was just composed copies; None if nothing. `on_step` follows."""
         saved, loaded = self.saves.take(), tuple(self._loaded)
         self._loaded = []
         if saved and self._is_busy and not self._is_copied_beside:
             num_bytes = sum([content_bytes(self._store, place.group) for place in saved])
-            pause_s = num_bytes * max(self._copy_s_per_byte / _BESIDE_SHARE, _BESIDE_S_PER_BYTE)
+            pause_s = num_bytes * max(self._copies.s_per_byte / _BESIDE_SHARE, _BESIDE_S_PER_BYTE)
             self._next_save_s = self._busy_until_s + pause_s
         return BlockCopies(saved, loaded) if saved or loaded else None
 
-    def on_copied(
-        self, copies: BlockCopies, output: ModelRunnerOutput, expected_s: float | None, launch_s: float
-    ) -> None:
-        """The oldest step from `take_copies` is over. Without copies it was expected to take `expected_s`, and to be
-        launched within `launch_s`. `expected_s` is None if more than tokens and copies took its time."""
-        self.saves.on_copied(output.saved_blocks)
-        if expected_s is None:
+    def on_step(self, copies: BlockCopies | None, output: ModelRunnerOutput) -> None:
+        """The oldest submitted step is over. `copies` are what `take_copies` returned for it."""
+        self._step_s = output.step_time_s - output.copy_time_s
+        if copies is None:
             return
+        self.saves.on_copied(output.saved_blocks)
         # If a launch takes most of the step, it waits for the computing, as on a CPU.
         self._is_copied_beside = 0.0 < output.launch_time_s < 0.5 * output.step_time_s
-        seconds = output.launch_time_s - launch_s if self._is_copied_beside else output.step_time_s - expected_s
         places = [*copies.saved, *[place for place, _ in copies.loaded]]
-        num_bytes = self._copied_bytes + sum([content_bytes(self._store, place.group) for place in places])
-        share = min(1.0, _COPY_MEMORY_BYTES / num_bytes)
-        self._copied_bytes = share * num_bytes
-        self._copied_s = share * (self._copied_s + max(0.0, seconds))
+        num_bytes = sum([content_bytes(self._store, place.group) for place in places])
+        self._copies.observe(num_bytes, output.copy_time_s)
 
     def _piece_bytes(self) -> int:
         """How much may be copied with a step while requests run, by the measured speed of copies."""
-        return int(min(PIECE_BYTES, _COPY_SHARE * self.target_s() / self._copy_s_per_byte))
-
-    @property
-    def _copy_s_per_byte(self) -> float:
-        return max(self._copied_s, 1e-6) / self._copied_bytes
+        most_s = _COPY_SHARE * max(self.target_s(), self._step_s)
+        return int(min(PIECE_BYTES, most_s / self._copies.s_per_byte))
 
     # --- loads ----------------------------------------------------------------------------------------------
 
@@ -288,7 +274,7 @@ class DiskTier:
             return False
         first = len(self._blocks.find_prefix(request))
         end = self._blocks.reach(request, self._is_stored)
-        if not self._pays(first, end):
+        if not self._pays(first, end, now):
             return False
         holder = self._holder(request, end)
         self._waiting.start(holder, is_load=True)
@@ -332,16 +318,16 @@ class DiskTier:
         stored."""
         return not content_bytes(self._store, group) or self._store.has(record_digest(block_hash, group))
 
-    def _pays(self, first: int, end: int) -> bool:
+    def _pays(self, first: int, end: int, now: float) -> bool:
         """Whether reading a prefix of `end` blocks is expected to be faster than computing it after its first `first`
-        blocks; true while the speed of computing is unknown."""
+        blocks; true while the speed of computing is unknown, and once in a while, to renew the speed of reads."""
         if end <= first:
             return False
         compute_s = self._budget.expected_s(self._budget.alone(first * BLOCK_SIZE, (end - first) * BLOCK_SIZE))
         windows = self._blocks.groups.windows
         num_blocks = sum([end - max(first, first_seen(end * BLOCK_SIZE, window)) for window in windows])
         num_bytes = num_blocks * self._store.block_bytes + self._store.state_bytes
-        return compute_s == 0.0 or _LOAD_FIXED_S + num_bytes / self._bytes_per_s < compute_s
+        return self._reads.pays(num_bytes, compute_s, now)
 
     def _holder(self, request: Request, end: int) -> Request:
         """A request of the tier's own that holds the first `end` blocks of `request`."""
@@ -403,7 +389,8 @@ class DiskTier:
             load.bytes_landed += num_bytes
         self._waiting.advance(load.holder, self._num_hit(load) * BLOCK_SIZE)
         if load.is_complete or is_broken or load.is_late(now):
-            self._learn(load, now)
+            self._counters.disk_load_time_s += now - load.began_s
+            self._reads.renew(self._store.read_time_s, now, is_late=load.is_late(now))
             self._end(load)
         else:
             self._request_reads(load)
@@ -420,13 +407,6 @@ class DiskTier:
         if load.is_complete:
             return load.end
         return load.items[load.next].number if self._blocks.grows_block_by_block else load.first
-
-    def _learn(self, load: _Load, now: float) -> None:
-        took_s = now - load.began_s
-        self._counters.disk_load_time_s += took_s
-        if load.bytes_landed and took_s > 0.0:
-            rate = load.bytes_landed / max(took_s - _LOAD_FIXED_S, _LOAD_FIXED_S)
-            self._bytes_per_s += _RATE_GAIN * (rate - self._bytes_per_s)
 
     def _end(self, load: _Load) -> None:
         """Ends a load. What it has cached stays, and is evicted last."""

@@ -81,7 +81,7 @@ class BlockContents:
     If all layers see everything, nothing waits for the device. This is safe because no step in flight uses these
     blocks: they are cached and not referenced, or were just taken. Otherwise a step in flight may use them
     (`may_be_in_use`): blocks are freed and taken while steps still read them, and a state is known before the step that
-    writes it has run.
+    writes it has run. Rows that MLX writes exist only when the steps in flight have ended.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -93,7 +93,8 @@ class BlockContents:
     def may_be_in_use(self) -> bool:
         """Whether the steps in flight must end before anything is read or written."""
         cache = self._cache
-        return bool(cache.recurrent) or cache.windows != (None,) or any(pool.is_viewed for pool in cache.pools)
+        is_by_rows = any(pool.is_viewed or isinstance(pool.contents[0], RowPool) for pool in cache.pools)
+        return bool(cache.recurrent) or cache.windows != (None,) or is_by_rows
 
     def state_bytes(self) -> int:
         """The size of one content of states."""

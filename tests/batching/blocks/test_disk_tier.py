@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -123,9 +124,9 @@ def test_copies_beside_who_decodes_take_a_quarter_of_the_target(copy_s: float, m
 
     def seconds(step: SchedulerOutput) -> float:
         num_loaded.append(0 if step.copies is None else len(step.copies.loaded))
-        return step_seconds(step) + copy_s * num_loaded[-1]
+        return step_seconds(step)
 
-    world.runner.seconds = seconds
+    world.runner.seconds, world.runner.copy_seconds = seconds, lambda count: copy_s * count
     world.add(make_request("runs", prompt(8, first=500), 80))
     for _ in range(4):
         world.step()
@@ -136,6 +137,45 @@ def test_copies_beside_who_decodes_take_a_quarter_of_the_target(copy_s: float, m
     assert (max(num_loaded), sum(num_loaded)) == (most, 40)
     world.finish()
     world.check_tokens()
+
+
+def beside_prompts(step_s: float, copy_seconds: Callable[[int], float]) -> list[int]:
+    """How many blocks each step loads for a request beside a long prompt, whose steps take so long."""
+    long = prompt(40 * BLOCK_SIZE + 5)
+    world = make_world(200, store=(store := kept(long)), target_step_s=0.1, max_num_batched_tokens=64)
+    num_loaded: list[int] = []
+
+    def seconds(step: SchedulerOutput) -> float:
+        num_loaded.append(0 if step.copies is None else len(step.copies.loaded))
+        return step_s
+
+    world.scheduler.learn(100, 0.1, 0.05)
+    world.runner.seconds, world.runner.copy_seconds = seconds, copy_seconds
+    world.add(make_request("prompt", prompt(150 * BLOCK_SIZE, first=500), 1))
+    world.step()
+    world.add(make_request("loads", long, 1))
+    while "loads" not in world.reasons:
+        store.arrive()
+        world.step()
+    assert sum(num_loaded) == 40
+    return [count for count in num_loaded if count]
+
+
+def test_slow_steps_are_not_taken_for_slow_copies() -> None:
+    """Steps that take 9 s instead of the 0.1 s that was expected, with copies that take 1 ms a block."""
+    assert beside_prompts(9.0, lambda count: 0.001 * count) == [4] * 10
+
+
+def test_copies_may_take_a_quarter_of_a_long_step() -> None:
+    """Once it is known that a block takes 0.1 s, two of them beside steps of a second, and one beside shorter ones."""
+    assert beside_prompts(1.0, lambda count: 0.1 * count)[-8:-1] == [2] * 7
+    assert beside_prompts(0.2, lambda count: 0.1 * count)[-8:-1] == [1] * 7
+
+
+def test_one_interrupted_copy_does_not_make_the_others_small() -> None:
+    """As when the machine sleeps: a minute for a piece, counted as four times what was expected."""
+    times = iter([60.0, *[0.004] * 100])
+    assert beside_prompts(1.0, lambda count: next(times) if count else 0.0) == [4] * 10
 
 
 def test_what_is_taken_beside_who_decodes_is_copied_within_a_quarter_of_the_target() -> None:
@@ -418,7 +458,8 @@ def test_those_with_one_prefix_load_it_once() -> None:
 
 def kept_each(num_prompts: int, num_blocks: int = 10) -> tuple[FakeStore, list[list[int]]]:
     """A store that has the blocks of prompts that have nothing in common."""
-    store, prompts = FakeStore(), [prompt(num_blocks * BLOCK_SIZE + 5, first=7 * number) for number in range(num_prompts)]
+    store = FakeStore()
+    prompts = [prompt(num_blocks * BLOCK_SIZE + 5, first=7 * number) for number in range(num_prompts)]
     for tokens in prompts:
         store.blocks.update(kept(tokens).blocks)
     return store, prompts
@@ -641,7 +682,7 @@ def test_loads_give_way_to_those_who_run() -> None:
 def test_a_prefix_that_has_no_room_is_not_sought_again_before_there_is_some() -> None:
     """A look-up takes as long as the prefix, and the loop composes step after step meanwhile."""
     world = make_world(14, store=(store := kept()))
-    world.scheduler.disk._pays = lambda first, end: end > first
+    world.scheduler.disk._pays = lambda first, end, now: end > first
     sought = counted_seeks(world)
     world.add(make_request("stream", 2 * BLOCK_SIZE, 4 * BLOCK_SIZE))
     world.step()
@@ -688,6 +729,52 @@ def test_nothing_is_loaded_that_is_computed_sooner() -> None:
     world.add(request)
     world.finish()
     assert (store.num_read, request.num_cached_tokens) == (0, 0)
+
+
+def is_loaded_from(world: World, number: int, read_s: float) -> bool:
+    """Whether a prompt of eleven blocks is loaded, and tells that its reads took so long. Computing it takes 3.5 s."""
+    assert world.store is not None
+    num_before = world.store.num_read
+    world.store.blocks.update(kept(tokens := prompt(11 * BLOCK_SIZE + 5, first=11 * number)).blocks)
+    world.scheduler.learn(100, 1.0, 0.05)
+    world.add(make_request(f"a{number}", tokens, 1))
+    world.store.read_time_s += read_s
+    world.finish()
+    world.check_tokens()
+    return world.store.num_read > num_before
+
+
+def test_a_disk_that_was_slow_is_tried_again() -> None:
+    """One load every five minutes, whose speed counts from then on."""
+    world = make_world(300, store=FakeStore())
+    world.runner.seconds = lambda step: 0.0
+    assert is_loaded_from(world, 0, 0.1)
+    assert [is_loaded_from(world, number, 300.0) for number in range(1, 12)].count(False) > 0
+    tries = ((4, 99.0, False), (2, 99.0, True), (4, 0.1, False), (2, 0.1, True), (0, 0.1, True))
+    for number, (minutes, read_s, expected) in enumerate(tries, start=20):
+        world.now += 60.0 * minutes
+        assert is_loaded_from(world, number, read_s) == expected
+
+
+def test_reads_are_not_slow_because_steps_are() -> None:
+    """Loads that wait 9 s for steps, of which reading takes 0.1 s."""
+    world = make_world(300, store=FakeStore())
+    world.runner.seconds = lambda step: 0.0
+    world.step_s = 4.0
+    assert [is_loaded_from(world, number, 0.1) for number in range(12)] == [True] * 12
+
+
+def test_a_load_that_the_disk_does_not_finish_makes_it_slow() -> None:
+    """Whoever comes next does not wait for it."""
+    world = make_world(300, store=(store := kept()))
+    world.runner.seconds = lambda step: 0.0
+    world.scheduler.learn(100, 1.0, 0.05)
+    world.add(make_request("a", LONG, 1))
+    assert world.schedule() is None
+    world.now += 11.0
+    store.read_time_s = 11.0
+    world.finish()
+    assert not is_loaded_from(world, 20, 0.0)
 
 
 def test_callers_who_are_kept_apart_are_so_on_disk() -> None:

@@ -36,7 +36,7 @@ pytestmark = on_the_cpu
 @pytest.fixture(autouse=True)
 def reading_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models compute a prompt in less than a read takes at least."""
-    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end: end > first)
+    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end, now: end > first)
 
 
 NUM_TOKENS = 700
@@ -99,6 +99,30 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, settings):
             assert engine.scheduler.blocks.num_free_blocks == engine.scheduler.blocks.num_blocks
 
     run(world)
+
+
+def test_copies_are_timed_and_nothing_else_is(tmp_path, monkeypatch):
+    """Of each step with copies, and of no other."""
+    folder, times = make_folder(tmp_path / "model"), Counter[bool]()
+    on_step = DiskTier.on_step
+
+    def seen(tier: DiskTier, copies: Any, output: Any) -> None:
+        assert (copies is not None) == (output.copy_time_s > 0.0)
+        assert output.copy_time_s <= output.step_time_s
+        times[copies is not None] += 1
+        on_step(tier, copies, output)
+
+    monkeypatch.setattr(DiskTier, "on_step", seen)
+    (prompt,) = random_prompts([NUM_TOKENS])
+
+    async def world() -> None:
+        for _ in range(2):
+            async with serving(folder, tmp_path / "disk") as engine:
+                await answer(engine, prompt)
+
+    run(world)
+    assert times[True] > 0
+    assert times[False] > 0
 
 
 def test_a_conversation_goes_on_after_its_pool_was_cut(tmp_path):

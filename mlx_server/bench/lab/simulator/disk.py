@@ -42,6 +42,7 @@ class SimulatedDisk:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_asked = 0
         self._budget_bytes, self._budget_s = float(cost.bytes_per_day), 0.0
+        self._asked_s = 0.0
 
     @property
     def next_s(self) -> float:
@@ -56,6 +57,10 @@ class SimulatedDisk:
     @property
     def is_quiet(self) -> bool:
         return not self._due
+
+    @property
+    def read_time_s(self) -> float:
+        return self._asked_s - max(0.0, self._read_free_s - self.now)
 
     def has(self, digest: bytes) -> bool:
         return digest in self._records or digest in self._waiting
@@ -74,7 +79,9 @@ class SimulatedDisk:
                 self._records.move_to_end(digest)
             on_done(_CONTENT if is_there else None)
 
-        self._read_free_s = max(self._read_free_s, self.now) + self.block_bytes / self.cost.read_bytes_per_s
+        seconds = self.block_bytes / self.cost.read_bytes_per_s
+        self._asked_s += seconds
+        self._read_free_s = max(self._read_free_s, self.now) + seconds
         self._at(self._read_free_s, done)
 
     def room(self) -> int:

@@ -268,10 +268,9 @@ class Simulation:
         self._explain(output)
         seconds = self._cost.seconds(output)
         copies = output.copies or BlockCopies()
-        host_s = self._cost.host_s
-        if self._disk is not None:
-            num_bytes = (len(copies.saved) + len(copies.loaded)) * self._disk.block_bytes
-            host_s += num_bytes / _COPY_BYTES_PER_S
+        num_bytes = 0 if self._disk is None else (len(copies.saved) + len(copies.loaded)) * self._disk.block_bytes
+        copy_s = num_bytes / _COPY_BYTES_PER_S
+        host_s = self._cost.host_s + copy_s
         start_s = max(self._now + host_s, self._device_free_s)
         end_s = start_s + seconds
         step_time_s = end_s - max(self._now, self._device_free_s)
@@ -283,7 +282,12 @@ class Simulation:
         launch_s = host_s if self._cost.is_self_running else 0.0
         saved = (memoryview(b""),) * len(copies.saved)
         result = ModelRunnerOutput(
-            output.step_id, sampled, step_time_s=step_time_s, launch_time_s=launch_s, saved_blocks=saved
+            output.step_id,
+            sampled,
+            step_time_s=step_time_s,
+            launch_time_s=launch_s,
+            copy_time_s=copy_s,
+            saved_blocks=saved,
         )
         self._submitted.append((result, end_s))
         if self._check_every and output.step_id % self._check_every == 0:

@@ -70,11 +70,13 @@ def test_conversations_that_come_back_together_are_all_loaded(is_self_running: b
     them takes 0.17 s, and computing one 0.65 s."""
     tier = CHATS[0].tier
     first = [TracedRequest(9.0 * n, tier, 650, 1, tuple(range(100 * n, 100 * n + 21))) for n in range(8)]
-    filler = [TracedRequest(200.0 + 20 * n, tier, 1040, 1, tuple(range(5000 + 100 * n, 5033 + 100 * n))) for n in range(8)]
+    fillers = [
+        TracedRequest(200.0 + 20 * n, tier, 1040, 1, tuple(range(-100 * n - 34, -100 * n - 1))) for n in range(8)
+    ]
     again = [dataclasses.replace(request, arrival_s=1000.0) for request in first]
     cost = dataclasses.replace(COST, is_self_running=is_self_running)
     limits = SchedulerLimits(context_doubling_tokens=1e12)
-    metrics = Simulation(limits, 250, cost, check_every=1, disk=DISK).run([*first, *filler, *again])
+    metrics = Simulation(limits, 250, cost, check_every=1, disk=DISK).run([*first, *fillers, *again])
     assert metrics.counters.num_prompt_tokens_from_disk == 8 * 640
     assert max(metrics.tiers[tier].ttft_s[-8:]) < 0.65
 
