@@ -22,7 +22,7 @@ from mlx_server.environment import expanded
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.disk import LOCK, WriteBudget
 from mlx_server.kv_disk.files import Files
-from mlx_server.kv_disk.slab import SUFFIX, RecordHeader, Space
+from mlx_server.kv_disk.slab import SUFFIX, RecordHeader, Space, stored_label
 from mlx_server.kv_disk.store import RecordStore
 from mlx_server.setting import parse_size
 
@@ -42,6 +42,7 @@ _NOT_SENT = (
     "logprobs",
     "top_logprobs",
     "prompt_logprobs",
+    "min_tokens",
 )
 """Fields that do not change what is computed of a prompt, or that prevent cache hits."""
 
@@ -125,17 +126,19 @@ def run_purge(args: argparse.Namespace) -> int:
     return 0
 
 
-def purge_key(config: Config, key_id: str) -> int:
-    """Deletes prefixes that only the key may hit. Returns the number of blocks. Raises `ServeError` while a server uses
-    the folder."""
-    return _delete(config, None, key_id) if disk_folder(config.memory).is_dir() else 0
+def purge_key(config: Config, key_id: str) -> str:
+    """Deletes prefixes that only the key may hit. Returns what was done, for the user. Raises `ServeError` if there is
+    no such folder, while a server uses it, and if the disk fails."""
+    num_blocks = _delete(config, None, key_id)
+    return f"{num_blocks:,} blocks that only this key could hit are deleted from {disk_folder(config.memory)}."
 
 
 def _delete(config: Config, model: str | None, key_id: str | None) -> int:
     owner = None if key_id is None else owner_tag((f"key:{key_id}",))
+    wanted = None if model is None else stored_label(model)
 
     def is_wanted(space: Space, record: RecordHeader) -> bool:
-        return model in (None, space.label) and owner in (None, record.owner)
+        return wanted in (None, space.label) and owner in (None, record.owner)
 
     with _locked(config) as files:
         return _store(files).delete(is_wanted)
@@ -152,7 +155,10 @@ def _opened(config: Config) -> Iterator[Files]:
     folder = disk_folder(config.memory)
     try:
         if not folder.is_dir():
-            raise ServeError(f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it.")
+            raise ServeError(
+                f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it. "
+                "If the server uses another folder, name it with --kv-disk-dir."
+            )
         yield Files(folder)
     except OSError as error:
         raise ServeError(f"{folder} cannot be used: {error}.") from error
@@ -275,7 +281,7 @@ def _entries(text: str) -> list[Any]:
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("["):
             raise ServeError(f"The file is not JSON: {error.msg} in line {error.lineno}.") from error
-        entries = [_value(line, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        entries = [_value(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not entries:
         raise ServeError("The file has no entries.")
     return entries

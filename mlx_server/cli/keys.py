@@ -95,7 +95,7 @@ def run_revoke(args: argparse.Namespace) -> int:
         file.revoke(args.id)
     print(f"The key {args.id} is revoked.")
     if args.purge:
-        print(f"{purge_key(config, args.id):,} blocks that only this key could hit are deleted.")
+        print(purge_key(config, args.id))
     return 0
 
 

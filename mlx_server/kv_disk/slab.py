@@ -28,19 +28,28 @@ RECORD_HEADER_BYTES = 128
 _ALIGNMENT = 4096
 _SLAB_MAGIC = b"mlxkvSLB"
 _RECORD_MAGIC = b"mlxkvREC"
-_SLAB = struct.Struct("<8sIIQ16s256s")
+_LABEL_BYTES = 256
+_SLAB = struct.Struct(f"<8sIIQ16s{_LABEL_BYTES}s")
 _RECORD = struct.Struct("<8sIIQ16s16s8s16s")
 _CRC = struct.Struct("<I")
+
+
+def stored_label(name: str) -> str:
+    """A model's name as slabs have it: its first 256 bytes, without a part of a character."""
+    return name.encode(errors="replace")[:_LABEL_BYTES].decode(errors="ignore")
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
     """What the records of a slab have in common: the root of their model's digests, the name under which the model is
-    served, and the size of a content."""
+    served (cut to what a slab stores), and the size of a content."""
 
     root: bytes
     label: str
     content_bytes: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", stored_label(self.label))
 
     @property
     def stride(self) -> int:
@@ -59,8 +68,8 @@ class SlabHeader:
         return SLAB_HEADER_BYTES + slot * self.space.stride
 
     def pack(self) -> bytes:
-        """The header as bytes; a long label is cut to 256 bytes."""
-        label = self.space.label.encode()[:256]
+        """The header as bytes."""
+        label = self.space.label.encode()
         packed = _SLAB.pack(
             _SLAB_MAGIC, FORMAT_VERSION, self.num_slots, self.space.content_bytes, self.space.root, label
         )

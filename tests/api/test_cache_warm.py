@@ -41,7 +41,7 @@ async def test_every_chat_hits_a_system_prompt_that_was_warmed(site: Site, tmp_p
     config = config_of(architecture)
     folder = save_model_folder(build_random(config, 0), dict(config), tmp_path / "model", byte_tokenizer())
     file = tmp_path / "prefixes.jsonl"
-    file.write_text(json.dumps({"messages": [SYSTEM], "max_tokens": 100, "stream": True}) + "\n\n")
+    file.write_text(json.dumps({"messages": [SYSTEM], "max_tokens": 100, "min_tokens": 9, "stream": True}) + "\n\n")
     async with started(folder, "tiny") as model:
         site.serve(*model)
         assert await num_cached(site, "What is this?") == 0

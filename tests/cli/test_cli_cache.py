@@ -69,6 +69,16 @@ def test_a_models_prefixes_are_purged_with_their_files(folder, capsys):
     assert len(list(folder.glob("*.kvslab"))) == 1
 
 
+@pytest.mark.parametrize("name", ["m" * 300, "m" * 255 + "ü" + "m" * 50], ids=["ascii", "cut within a character"])
+def test_a_model_is_purged_by_its_whole_name_however_long(folder, capsys, name):
+    store = RecordStore(Files(folder), 2**20)
+    assert store.put(Space(b"l" * 16, name, len(CONTENT)), bytes(16), bytes(16), owner_tag(()), CONTENT)
+    (shown,) = [row[0] for row in listed(folder, capsys) if row[0].startswith("mm")]
+    assert name.startswith(shown)
+    assert run(folder, capsys, "purge", "--model", name) == "1 blocks are deleted.\n"
+    assert len(listed(folder, capsys)) == 4
+
+
 def test_all_is_purged(folder, capsys):
     assert "are deleted" in run(folder, capsys, "purge")
     assert list(folder.glob("*.kvslab")) == []
@@ -115,6 +125,7 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"input": "a"}', "Entry 1 is neither"),
         ('{"messages": [], "prompt": "a"}', "Entry 1 is neither"),
         ('{"prompt": ["a", "b"]}', "Entry 1 has several prompts"),
+        ('"a\u2028b\x85c"\n{"prompt": "b\u2029"}\r\n', "No server answers at http://127.0.0.1:9"),
         ('"a"', "No server answers at http://127.0.0.1:9"),
         ('{"messages": "a"}', "No server answers"),
     ],

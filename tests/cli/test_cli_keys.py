@@ -124,11 +124,15 @@ def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path)
     assert "is revoked" in keys.run("revoke", ids[0], *more, status=1)
     assert "stop it first" in keys.errors
     os.close(lock)
-    assert keys.run("revoke", ids[1], *more).splitlines()[1] == "1 blocks that only this key could hit are deleted."
+    purged = keys.run("revoke", ids[1], *more).splitlines()[1]
+    assert purged == f"1 blocks that only this key could hit are deleted from {files.folder}."
     left = RecordStore(files, 2**20)
     left.scan()
     assert len(left) == 2
-    assert "0 blocks" in keys.run("revoke", id_of(keys.create()), "--purge", "--kv-disk-dir", str(tmp_path / "none"))
+    none = str(tmp_path / "none")
+    assert "is revoked" in keys.run("revoke", id_of(keys.create()), "--purge", "--kv-disk-dir", none, status=1)
+    assert f"There is no folder {none}" in keys.errors
+    assert "name it with --kv-disk-dir" in keys.errors
 
 
 @pytest.mark.parametrize("command", ["revoke", "rotate"])

@@ -214,7 +214,7 @@ def _remembered(files: Files) -> dict[str, str]:
         (text,) = files.read(_FINGERPRINTS, [0], _MAX_BYTES)
         known = json.loads(text)
         return {str(key): str(value) for key, value in known.items()}
-    except (FileNotFoundError, ValueError, AttributeError):
+    except (FileNotFoundError, ValueError, AttributeError, RecursionError):
         return {}
 
 

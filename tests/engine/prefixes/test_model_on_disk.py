@@ -68,7 +68,7 @@ def test_weights_are_read_once(tmp_path, monkeypatch):
     assert fingerprint(tmp_path, files) == before
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b'{"other": "file"}'])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"other": "file"}'])
 def test_what_was_remembered_may_be_lost_or_broken(tmp_path: Path, content: bytes) -> None:
     files = Files(tmp_path / "disk")
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
