@@ -215,6 +215,11 @@ class Request:
         return len(self.output_token_ids)
 
     @property
+    def num_counted_tokens(self) -> int:
+        """Output tokens as `usage` and metrics count them."""
+        return 0 if self.sampling.is_scoring else len(self.output_token_ids)
+
+    @property
     def num_tokens(self) -> int:
         """The number of tokens known on the host: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -69,7 +69,8 @@ class SamplingParams:
     log-probabilities, 0 only that of the sampled token, n also those of the n most likely tokens. Penalties follow the
     usual definitions: `repetition_penalty` divides or multiplies the logits of tokens in the prompt or output (CTRL,
     Keskar et al. 2019); `presence_penalty` and `frequency_penalty` are subtracted for tokens of the output (OpenAI).
-    Without `speculate`, one token is computed in each step; the tokens are the same.
+    Without `speculate`, one token is computed in each step; the tokens are the same. With `is_scoring`, only
+    the prompt's log-probabilities are wanted: the one token that `max_tokens` allows is not counted as output anywhere.
 
     `LLM` and `AsyncLLM` make `n` answers to a prompt, and handle `structured_outputs`: one of `json` (a schema),
     `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, as in a request over HTTP. Code that submits
@@ -96,6 +97,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculate: bool = True
+    is_scoring: bool = False
     n: int = 1
     structured_outputs: Mapping[str, Any] | None = None
 

@@ -300,6 +300,7 @@ class ContinuousBatchingScheduler:
         prompt_logprobs = tuple(kept.pop(request.request_id, ())) if kept else ()
         if reason is not None:
             self._table.end(request, reason)
+            self.counters.num_generated_tokens -= request.sampling.is_scoring
         is_one = len(output_token_ids) == num_before + 1
         return RequestOutput(
             request.request_id,

@@ -122,14 +122,14 @@ class RequestSummary:
 def summarize(request: Request, reason: FinishReason, now: float) -> RequestSummary:
     """The summary of a request that has just ended, `now` on the scheduler's clock."""
     started_s, first_s = request.first_scheduled_s, request.first_token_s
-    num_later = request.num_output_tokens - 1
+    num_later = request.num_counted_tokens - 1
     return RequestSummary(
         request.request_id,
         request.tier,
         reason,
         request.num_prompt_tokens,
         request.num_cached_tokens or 0,
-        request.num_output_tokens,
+        request.num_counted_tokens,
         request.num_preemptions,
         None if started_s is None else started_s - request.arrival_s,
         None if first_s is None else first_s - request.arrival_s,
@@ -295,10 +295,11 @@ class EngineMetrics:
         observe("request_num_preemptions", request.num_preemptions)
         observe("e2e_request_latency_seconds", summary.e2e_s)
         observe("request_prompt_tokens", request.num_prompt_tokens)
-        observe("request_generation_tokens", request.num_output_tokens)
-        observe("request_max_num_generation_tokens", request.max_total_tokens - request.num_prompt_tokens)
+        observe("request_generation_tokens", request.num_counted_tokens)
+        num_dropped = int(request.sampling.is_scoring)
+        observe("request_max_num_generation_tokens", request.max_total_tokens - request.num_prompt_tokens - num_dropped)
         if request.sampling.max_tokens is not None:
-            observe("request_params_max_tokens", request.sampling.max_tokens)
+            observe("request_params_max_tokens", request.sampling.max_tokens - num_dropped)
         started_s, first_s = request.first_scheduled_s, request.first_token_s
         if started_s is not None:
             self._observe_wait(request, started_s - request.arrival_s)

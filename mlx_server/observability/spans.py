@@ -175,14 +175,14 @@ class SpanTracer(EngineTracer):
         counts: Attributes = {
             "prompt_tokens": request.num_prompt_tokens,
             "cached_tokens": request.num_cached_tokens or 0,
-            "output_tokens": request.num_output_tokens,
+            "output_tokens": request.num_counted_tokens,
             "preemptions": request.num_preemptions,
         }
         events.append(_Event("finished", now, {"finish_reason": reason.value, **counts}))
         attributes: Attributes = {
             _MESSAGE: (
                 f"request {request.request_id} ({request.tier}): {request.num_prompt_tokens} prompt and "
-                f"{request.num_output_tokens} output tokens, {reason.value}"
+                f"{request.num_counted_tokens} output tokens, {reason.value}"
             ),
             "request_id": request.request_id,
             "model": self._model_name if request.adapter is None else f"{self._model_name}:{request.adapter}",

@@ -241,3 +241,10 @@ def test_prompt_logprobs_of_an_aborted_request_are_forgotten() -> None:
     world.add(make_request("r", prompt(33, 500), max_tokens=1, prompt_logprobs=0))
     world.finish()
     assert len(world.outputs[-1].prompt_logprobs) == 32
+
+
+def test_the_token_that_is_computed_to_score_a_prompt_is_not_counted() -> None:
+    world = make_world()
+    world.add(make_request("scored", 40, 1, is_scoring=True, prompt_logprobs=0), make_request("other", 40, 3))
+    world.finish()
+    assert world.scheduler.counters.num_generated_tokens == 3

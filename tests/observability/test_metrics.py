@@ -121,6 +121,15 @@ def test_a_requests_stages_are_measured_on_one_clock():
     assert metrics.queue_time_by_tier["gold"].total == 1.0
 
 
+def test_the_token_that_is_computed_to_score_a_prompt_does_not_count():
+    metrics = EngineMetrics(64)
+    request = make_request(sampling=SamplingParams(max_tokens=1, is_scoring=True), max_total_tokens=41)
+    request.output_token_ids.append(7)
+    assert metrics.on_finished(request, FinishReason.LENGTH, 105.0).num_output_tokens == 0
+    for name in ("request_generation_tokens", "request_params_max_tokens", "request_max_num_generation_tokens"):
+        assert (metrics.by_name[name].count, metrics.by_name[name].total) == (1, 0.0)
+
+
 def test_a_request_that_never_ran_has_only_its_wait():
     metrics = EngineMetrics(64)
     metrics.on_finished(make_request(), FinishReason.ABORT, 104.0)

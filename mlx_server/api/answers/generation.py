@@ -311,7 +311,7 @@ class Generation:
             self._is_taking = False
         is_ready = True
         if events:
-            self._grant.add_output(num_tokens)
+            self._grant.add_output(0 if self.job.sampling.is_scoring else num_tokens)
             is_ready = emit(events)
         if is_any_complete:
             self._unread = [choice for choice in self._unread if not choice.stream.is_over()]

@@ -263,6 +263,14 @@ async def test_usage_is_recorded_of_each_key_by_itself(keyed: Keyed):
     assert unused.last_used_s is not None
 
 
+async def test_who_scores_a_prompt_uses_no_output(keyed: Keyed):
+    key = keyed.new()
+    answer = await keyed.world.complete(max_tokens=0, echo=True, headers={"x-api-key": key.text})
+    assert answer.json()["usage"]["completion_tokens"] == 0
+    record = await keyed.record(key)
+    assert (record.num_requests, record.num_output_tokens) == (1, 0)
+
+
 async def test_a_refused_request_uses_nothing(keyed: Keyed):
     key = keyed.new()
     assert await keyed.chat(key.text, temperature=-1) == 400
