@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -11,11 +12,11 @@ _KEY_VARIABLE = "BENCH_API_KEY"
 
 
 def above_0(text: str) -> float:
-    """A number above 0."""
+    """A finite number above 0."""
     with contextlib.suppress(ValueError):
-        if (value := float(text)) > 0:
+        if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
 
 
 def from_0(text: str) -> int:
@@ -26,6 +27,11 @@ def from_0(text: str) -> int:
 def from_1(text: str) -> int:
     """A whole number, at least 1."""
     return _whole_number(text, 1)
+
+
+def from_2(text: str) -> int:
+    """A whole number, at least 2."""
+    return _whole_number(text, 2)
 
 
 def _whole_number(text: str, least: int) -> int:

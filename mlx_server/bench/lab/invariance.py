@@ -2,8 +2,8 @@
 
 All requests are sent one at a time, and then in another order, in batches of 2 to `--max-batch` with random delays.
 Prompts share heads, so that some hit cached prefixes, and each request is seeded and sampled in one of several ways.
-Token ids and log-probabilities must be equal. A server with few `--num-kv-blocks` also preempts; the printed counts
-show it.
+Token ids and log-probabilities must be equal. A server with few `--num-kv-blocks` also preempts; the printed counts,
+which are what the run added to the server's own, show it.
 
 example:
   mlx-serve serve --batch-invariant --num-kv-blocks 64
@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from mlx_server.bench.arguments import add_key_argument, add_server_arguments, api_key, from_1
-from mlx_server.bench.serve.report import read_counters
+from mlx_server.bench.arguments import add_key_argument, add_server_arguments, api_key, from_1, from_2
+from mlx_server.bench.serve.report import added_counts
 from mlx_server.bench.serve.workloads import WORDS
 from mlx_server.errors import ServeError
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add_key_argument(parser)
     add("--num-requests", type=from_1, default=500, metavar="N", help="requests, each sent twice")
-    add("--max-batch", type=from_1, default=32, metavar="N", help="most requests at a time")
+    add("--max-batch", type=from_2, default=32, metavar="N", help="most requests at a time")
     add(
         "--max-prompt-words",
         type=from_1,
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints how many answers are equal, and the server's counts; 1 unless all are."""
+    """Prints how many answers are equal, and what the server counted meanwhile; 1 unless all are."""
     return asyncio.run(_run(args))
 
 
@@ -66,12 +66,14 @@ async def _run(args: argparse.Namespace) -> int:
     requests = make_requests(args.num_requests, args.max_prompt_words, args.max_tokens, args.seed)
     async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=None) as http:
         try:
+            before = (await http.get("/metrics")).text
             equal = await count_equal(http, args.model, requests, args.max_batch, args.seed)
-            counts = read_counters((await http.get("/metrics")).text)
+            counts = added_counts(before, (await http.get("/metrics")).text)
         except httpx.HTTPError as error:
             raise ServeError(f"{args.url} cannot be measured: {error or type(error).__name__}") from error
     print(f"{equal} of {len(requests)} answers are equal, token for token and log-probability for log-probability")
-    print("; ".join(f"{name}_total: {counts[name]}" for name in _COUNTERS if name in counts))
+    if found := [f"{name}_total: {counts[name]:+}" for name in _COUNTERS if name in counts]:
+        print("; ".join(found))
     return 0 if equal == len(requests) else 1
 
 
@@ -112,7 +114,7 @@ async def count_equal(
     order = rng.sample(range(len(requests)), len(requests))
     num_equal = 0
     while order:
-        batch = [order.pop() for _ in range(min(len(order), rng.randint(2, max(2, max_batch))))]
+        batch = [order.pop() for _ in range(min(len(order), rng.randint(2, max_batch)))]
         delays = [rng.uniform(0.0, max_delay_s) for _ in batch]
         answers = await asyncio.gather(
             *(_answer(http, model, requests[index], delay) for index, delay in zip(batch, delays, strict=True))

@@ -114,12 +114,18 @@ def read_counters(scrape: str) -> Counter[str]:
     return counts
 
 
+def added_counts(before: str, after: str) -> Counter[str]:
+    """What a run added to the counters of `/metrics`, read before and after it; names as of `read_counters`."""
+    new = read_counters(after)
+    new.subtract(read_counters(before))
+    return new
+
+
 def describe_counters(before: str, after: str) -> dict[str, Any]:
     """What a run added to the counters of `/metrics`, read before and after it: output tokens for each call of the
     model, and the acceptance of drafts under vLLM's keys; without what the server does not count or has not done. The
     acceptance length includes the token that the model adds; the rates by position are shares of the drafts."""
-    new = read_counters(after)
-    new.subtract(read_counters(before))
+    new = added_counts(before, after)
     found: dict[str, Any] = {}
     num_calls, num_output = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
     if num_calls > 0 and num_output >= 0:

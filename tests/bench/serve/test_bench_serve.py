@@ -579,8 +579,9 @@ def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--request-rate", "0"], "0 is not a number above 0"),
-        (["--request-rate", "x"], "x is not a number above 0"),
+        (["--request-rate", "0"], "0 is not a finite number above 0"),
+        (["--request-rate", "inf"], "inf is not a finite number above 0"),
+        (["--request-rate", "x"], "x is not a finite number above 0"),
         (["--input-len", "9-3"], "is not a range"),
         (["--tier", "nokey"], "NAME=KEY"),
         (["--extra-body", "[1]"], "is not a JSON object"),

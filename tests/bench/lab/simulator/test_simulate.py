@@ -445,7 +445,7 @@ def test_the_command_bounds_the_queue(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (("--trace", "missing.jsonl"), "Cannot read the dataset missing.jsonl"),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "it must be at least --max-num-seqs, 64"),
-        (("--rate", "0"), "0 is not a number above 0"),
+        (("--rate", "0"), "0 is not a finite number above 0"),
         (("--num-requests", "0"), "0 is not a whole number of at least 1"),
         (("--tiers", "0", "0", "0"), "--tiers is 0.0 0.0 0.0"),
         (("--clients", "0", "0", "0"), "--clients is 0 0 0; name at least one client"),
