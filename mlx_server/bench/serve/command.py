@@ -6,8 +6,8 @@ examples:
   mlx-serve bench serve --workload agent --endpoint chat --tier gold=KEY1:1 --tier free=KEY2:3
   mlx-serve bench serve --dataset mooncake.jsonl --num-prompts 200 --trace-speed 0.5 --trace-shrink 8
 
-A run prints tables, then one line of JSON. The same seed makes the same prompts, so a second run finds them in the
-server's prefix cache.
+A run prints tables, then one line of JSON. The same workload and seed make the same prompts, so a second run finds
+them in the server's prefix cache.
 """
 
 from __future__ import annotations

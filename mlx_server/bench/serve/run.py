@@ -96,7 +96,8 @@ async def measure(
     tiers = load.tiers or (Tier(DEFAULT_TIER.name, target.api_key),)
     async with connect(target, tiers[0].api_key) as client:
         try:
-            prompts = await Prompts.calibrate(client, load.seed, tiers[0])
+            # Each workload has its own text, or one would find the beginning of another's in the prefix cache.
+            prompts = await Prompts.calibrate(client, f"{load.name}:{load.seed}", tiers[0])
             if isinstance(load.workload, Intruder):
                 result = await _intrude(client, prompts, load, load.workload, tiers[0])
             else:

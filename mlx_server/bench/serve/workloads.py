@@ -36,13 +36,13 @@ _CALIBRATION_WORDS = (100, 300)
 class Prompts:
     """Random text of a given length in the server's own tokens."""
 
-    def __init__(self, tokens_per_word: float, seed: int) -> None:
+    def __init__(self, tokens_per_word: float, seed: int | str) -> None:
         self._tokens_per_word = tokens_per_word
         self._seed = seed
         self._rng = random.Random(seed)
 
     @classmethod
-    async def calibrate(cls, client: StreamClient, seed: int, tier: Tier = DEFAULT_TIER) -> Prompts:
+    async def calibrate(cls, client: StreamClient, seed: int | str, tier: Tier = DEFAULT_TIER) -> Prompts:
         """Measures the tokens of a word by two requests; the tokens of a chat template cancel out. Raises `ServeError`
         if the server does not count tokens."""
         rng = random.Random("calibration")

@@ -337,6 +337,15 @@ def test_a_warm_prefix_is_sent_once_before_and_a_cold_one_is_not():
     assert all(asked.arrived_s > first.arrived_s for asked in rest)
 
 
+def test_workloads_with_one_seed_begin_with_different_text():
+    server, length = ScriptedServer(), Span(40, 40)
+    for name, prefix_len in (("random", 0), ("uniform", 0), ("shared-prefix", 64), ("uniform", 0)):
+        measured(server, Load(name=name, workload=Shape(1, prefix_len, length, Span(2, 2))))
+    beginnings = [asked.prompt.split()[:8] for asked in server.asked[2::3]]
+    assert len({tuple(words) for words in beginnings}) == 3
+    assert beginnings[1] == beginnings[3]
+
+
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_each_turn_sends_what_was_said_before(endpoint):
     server = ScriptedServer()
