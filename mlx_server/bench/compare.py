@@ -33,7 +33,14 @@ from typing import Any, NoReturn
 
 from mlx_server.bench.arguments import above_0, add_json_argument, add_key_argument, from_1
 from mlx_server.bench.serve.client import list_models
-from mlx_server.bench.serve.command import INTRUDER, WORKLOADS, add_load_arguments, make_load, make_target
+from mlx_server.bench.serve.command import (
+    INTRUDER,
+    WORKLOADS,
+    add_load_arguments,
+    check_options,
+    make_load,
+    make_target,
+)
 from mlx_server.bench.serve.report import without_arrays
 from mlx_server.bench.serve.run import Load, measure
 from mlx_server.bench.servers import Server
@@ -76,12 +83,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints a table for each workload and number of threads, then one line of JSON; 1 if a turn failed. Raises
     `ServeError` and its kinds."""
     servers = _servers(args)
+    check_options(args, *args.workload)
     loads = [make_load(args, name) for name in args.workload]
     documents = []
     is_whole = True
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="mlx-serve-compare-") as folder:
-        for load, threads in itertools.product(loads, args.threads):
-            sides = take_turns([_with_threads(one, threads) for one in servers], load, args, Path(folder))
+        for load, (index, threads) in itertools.product(loads, enumerate(args.threads)):
+            # New prompts for each number of threads: a server of --url has those before in its prefix cache.
+            fresh = replace(load, seed=load.seed + index * args.rounds)
+            sides = take_turns([_with_threads(one, threads) for one in servers], fresh, args, Path(folder))
             is_whole = is_whole and all(side.is_whole for side in sides)
             figures = figures_of(load.name, has_goodput=bool(load.goodput))
             title = f"{load.name} (rounds: {args.rounds}{'' if threads is None else f', threads: {threads}'})"
@@ -210,6 +220,8 @@ def _servers(args: argparse.Namespace) -> list[Server]:
             raise ConfigError(f"The command of {server.name} has no {{port}}, so the server cannot be reached.")
         if server.command and "{model}" in server.command and args.model is None:
             raise ConfigError(f"The command of {server.name} has {{model}}; name it with --model.")
+    if args.threads != [None] and not args.server:
+        raise ConfigError("--threads has no effect on servers that are given by --url. Leave it out.")
     return made
 
 

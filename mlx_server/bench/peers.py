@@ -33,7 +33,7 @@ import gguf
 
 from mlx_server.bench import compare, random_folder
 from mlx_server.bench.serve.client import CHAT
-from mlx_server.bench.serve.command import INTRUDER
+from mlx_server.bench.serve.command import INTRUDER, check_options
 from mlx_server.bench.tables import print_progress
 from mlx_server.config import home
 from mlx_server.errors import ConfigError
@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints which peers are available, then what `compare` prints. Raises `ServeError` and its kinds."""
+    check_options(args, *args.workload)
     folder = home() / "peers"
     model = model_folder(args.model, folder / "models")
     servers = [OURS]

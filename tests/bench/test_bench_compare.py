@@ -23,6 +23,7 @@ FAKE = Path(__file__).parent / "bench_fake_server.py"
 COMMAND = f"{sys.executable} {FAKE} {{port}}"
 LATENCY = Figure("ttft", "TTFT")
 RATE = Figure("rate", "rate", is_rate=True, by_output=True)
+URLS = ("--url", "a=http://127.0.0.1:1", "--url", "b=http://127.0.0.1:1")
 SMALL = ("--num-prompts", "2", "--input-len", "4", "--output-len", "3", "--num-warmups", "0")
 
 
@@ -149,8 +150,9 @@ def test_each_number_of_threads_has_tables_and_reaches_the_servers_and_their_com
         "uniform (rounds: 1, threads: 3)",
     ]
     results = json.loads(printed.splitlines()[-1])["results"]
-    found = [(result["threads"], turn["model_id"]) for result in results for turn in result["turns"]["a"]]
-    assert found == [(1, "1"), (3, "3")]
+    names = ("model_id", "seed")
+    found = [(one["threads"], *(turn[name] for name in names)) for one in results for turn in one["turns"]["a"]]
+    assert found == [(1, "1", 0), (3, "3", 1)]
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
@@ -255,8 +257,15 @@ def test_each_server_is_asked_for_the_model_under_its_own_name(tmp_path, monkeyp
         (["--server", "a=x", "--url", "b=http://h"], "has no {port}"),
         (["--server", "a=x {port} {model}", "--url", "b=http://h"], "name it with --model"),
         (["--server", "x {port}"], "write NAME="),
+        ([*URLS, "--threads", "1", "2"], "--threads has no effect on servers that are given by --url"),
+        ([*URLS, "--streams", "2", "--workload", "uniform", "mixed"], "effect on uniform and mixed: --streams"),
     ],
 )
-def test_wrong_servers_are_refused_before_any_starts(argv, message):
+def test_wrong_options_are_refused_before_any_server_starts(argv, message):
     with pytest.raises(ConfigError, match=message):
         compare.run(parsed(*argv))
+
+
+def test_options_that_change_one_of_the_workloads_are_taken():
+    args = [*URLS, "--workload", "uniform", "long-prompt-intruder", "--max-concurrency", "4", "--streams", "2"]
+    assert compare.run(parsed(*args, "--rounds", "1", "--start-timeout", "0.01")) == 1  # no server is there

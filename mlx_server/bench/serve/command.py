@@ -16,10 +16,11 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tqdm import tqdm
@@ -37,13 +38,26 @@ from mlx_server.bench.arguments import (
 from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
 from mlx_server.bench.serve.report import LIMITED, check_plotting, render, without_arrays, write_charts
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, measure
-from mlx_server.bench.serve.workloads import SHAPES, Recorded, Shape, Span, read_dataset
+from mlx_server.bench.serve.workloads import SHAPES, Recorded, Shape, Span, Turn, read_dataset
 from mlx_server.bench.tables import write_json
 from mlx_server.errors import ConfigError
 
 INTRUDER = "long-prompt-intruder"
 WORKLOADS = (*SHAPES, INTRUDER)
-_STREAM_LEN = 512
+_WORKLOAD = "random"
+_NUM_STREAMS, _STREAM_LEN, _INTRUDER_LEN = 4, 512, 4096
+
+_PROMPTS, _TRACE = "a file of prompts", "a trace"
+_SENDING = ("num_prompts", "max_concurrency", "request_rate", "burstiness", "tier")
+_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        **dict.fromkeys(SHAPES, (*_SENDING, "prefix_len", "input_len", "output_len", "turns")),
+        INTRUDER: ("streams", "intruder_len", "output_len"),
+        _PROMPTS: (*_SENDING, "output_len"),
+        _TRACE: (*_SENDING, "trace_speed", "trace_shrink"),
+    }
+)
+"""The options that change each kind of load. Those that are not here change all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=KEY[:WEIGHT]",
         help="a class of clients with its own key and its share of the load; repeat for more",
     )
-    add("--workload", choices=WORKLOADS, default="random")
-    add("--dataset", type=Path, metavar="FILE", help="prompts (JSON lines) or a trace (Mooncake, Azure, BurstGPT)")
-    add("--trace-speed", type=above_0, default=1.0, metavar="X", help="replay a trace X times as fast")
-    add("--trace-shrink", type=from_1, default=1, metavar="N", help="divide a trace's lengths by N")
+    load = parser.add_mutually_exclusive_group().add_argument
+    load("--workload", choices=WORKLOADS, help=f"default: {_WORKLOAD}")
+    load("--dataset", type=Path, metavar="FILE", help="prompts (JSON lines) or a trace (Mooncake, Azure, BurstGPT)")
+    add("--trace-speed", type=above_0, metavar="X", help="replay a trace X times as fast")
+    add("--trace-shrink", type=from_1, metavar="N", help="divide a trace's lengths by N")
     add_load_arguments(parser)
     add_json_argument(parser, "the result, with the times of every request,")
     add("--plot", type=output_file, metavar="FILE.png", help="write charts as a picture; needs matplotlib")
@@ -72,7 +87,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs the load; 1 if any request failed. Raises `ServeError` and its kinds."""
     if args.plot is not None:
         check_plotting()
-    name = args.dataset.name if args.dataset else args.workload
+    if args.dataset:
+        name = args.dataset.name
+    else:
+        name = args.workload or _WORKLOAD
+        check_options(args, name)
     load = make_load(args, name, dataset=args.dataset, tiers=args.tier)
     result = _measure_with_progress(make_target(args, args.url, args.model), load)
     write_json(args.json, result)
@@ -126,8 +145,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-len", type=span, metavar="TOKENS", help="about so many in each turn, or a range like 16-2048")
     add("--output-len", type=span, metavar="TOKENS", help="of each answer, or a range")
     add("--turns", type=from_1, metavar="N", help="turns of each conversation")
-    add("--streams", type=from_1, default=4, metavar="N", help=f"decoding streams of {INTRUDER}")
-    add("--intruder-len", type=from_1, default=4096, metavar="TOKENS", help=f"the long prompt of {INTRUDER}")
+    add("--streams", type=from_1, metavar="N", help=f"decoding streams of {INTRUDER}; default: {_NUM_STREAMS}")
+    intruder_len = f"the long prompt of {INTRUDER}; default: {_INTRUDER_LEN}"
+    add("--intruder-len", type=from_1, metavar="TOKENS", help=intruder_len)
     add("--max-concurrency", type=from_1, metavar="N", help="most conversations at a time; default: all")
     add("--request-rate", type=above_0, metavar="R", help="requests a second; default: all at once, or the trace's")
     add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; default: 1 (Poisson)")
@@ -144,6 +164,14 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent first and not measured")
 
 
+def check_options(args: argparse.Namespace, *loads: str) -> None:
+    """Raises `ConfigError` for options that change none of these workloads."""
+    others = {name for names in _OPTIONS.values() for name in names}.difference(*(_OPTIONS[load] for load in loads))
+    given = [f"--{name.replace('_', '-')}" for name in sorted(others) if getattr(args, name, None) not in (None, [])]
+    if given:
+        raise ConfigError(f"Without effect on {' and '.join(loads)}: {', '.join(given)}. Leave out these options.")
+
+
 def make_target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
     """The server at `base_url`, with the key of the flag or the environment."""
     key = api_key(args)
@@ -154,6 +182,8 @@ def make_load(args: argparse.Namespace, name: str, *, dataset: Path | None = Non
     """The load that the options describe: the workload of this name, or the dataset. Raises `ConfigError`."""
     if len({tier.name for tier in tiers}) < len(tiers):
         raise ConfigError("--tier names a tier twice.")
+    if tiers and args.api_key:
+        raise ConfigError("--api-key has no effect beside --tier, whose keys are sent. Leave it out.")
     return Load(
         name=name,
         workload=_recorded(args, dataset) if dataset else _workload(args, name),
@@ -179,9 +209,16 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
 
 def _workload(args: argparse.Namespace, name: str) -> Shape | Intruder:
     if name == INTRUDER:
-        num_stream_tokens = args.output_len.low if args.output_len else _STREAM_LEN
-        return Intruder(args.streams, num_stream_tokens, args.intruder_len)
+        num_stream_tokens = _one_output_len(args, name) or _STREAM_LEN
+        return Intruder(args.streams or _NUM_STREAMS, num_stream_tokens, args.intruder_len or _INTRUDER_LEN)
     return shape(args, SHAPES[name])
+
+
+def _one_output_len(args: argparse.Namespace, load: str) -> int | None:
+    given: Span | None = args.output_len
+    if given is not None and given.low < given.high:
+        raise ConfigError(f"--output-len is {given.low}-{given.high}, but {load} takes one length, not a range.")
+    return None if given is None else given.low
 
 
 def shape(args: argparse.Namespace, made: Shape) -> Shape:
@@ -192,8 +229,12 @@ def shape(args: argparse.Namespace, made: Shape) -> Shape:
 
 
 def _recorded(args: argparse.Namespace, path: Path) -> Recorded:
-    given = {"output_len": args.output_len.low} if args.output_len else {}
-    return Recorded(read_dataset(path, args.num_prompts, **given), args.trace_speed, args.trace_shrink)
+    output_len = _one_output_len(args, _PROMPTS)
+    lines = read_dataset(path, args.num_prompts, **({} if output_len is None else {"output_len": output_len}))
+    check_options(args, _PROMPTS if isinstance(lines[0], Turn) else _TRACE)
+    if args.trace_speed is not None and args.request_rate is not None:
+        raise ConfigError("--trace-speed has no effect beside --request-rate, which replaces a trace's arrivals.")
+    return Recorded(lines, args.trace_speed or 1.0, args.trace_shrink or 1)
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | None:

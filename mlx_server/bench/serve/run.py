@@ -225,6 +225,7 @@ async def _intrude(
 ) -> dict[str, Any]:
     for _ in range(load.num_warmups):
         await client.stream([user_message(prompts.text(intruder.num_tokens))], _NUM_INTRUDER_TOKENS, tier)
+    before = await client.scrape()
     clock = asyncio.get_running_loop().time
     start_s = clock()
     texts = [prompts.text(32) for _ in range(intruder.num_streams)]
@@ -233,11 +234,13 @@ async def _intrude(
     intrusion = await client.stream(long_prompt, _NUM_INTRUDER_TOKENS, tier, group="intruder")
     records = [intrusion, *await asyncio.gather(*streams)]
     duration_s = clock() - start_s
+    after = await client.scrape()
     return {
         "num_prompts": len(records),
         **summarise(records, duration_s, load.goodput),
         "num_streams": intruder.num_streams,
         **describe_intrusion(*records),
+        **describe_counters(before, after),
         **describe_requests(records),
     }
 

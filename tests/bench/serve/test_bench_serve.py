@@ -23,6 +23,8 @@ from mlx_server.bench.serve.workloads import SHAPES, Prompts, Session, Shape, Sp
 from mlx_server.cli.main import main
 from mlx_server.errors import ConfigError, ServeError
 
+DATA = Path(__file__).parent / "bench_data"
+
 
 def record(sent_s: float, times_s: list[float], **more: object) -> RequestRecord:
     made = RequestRecord("all", sent_s, times_s, num_prompt_tokens=10, num_output_tokens=len(times_s))
@@ -252,9 +254,10 @@ def test_tokens_a_model_call_are_those_of_the_run_alone():
         )
 
     shape = Shape(4, 0, Span(20, 20), Span(5, 5))
-    result = measured(ScriptedServer(scrapes=[calls(100, 100), calls(108, 120)]), load_of(shape))
-    assert result["output_tokens_per_model_call"] == 2.5
-    assert "output tokens a model call: 2.50" in render(result)
+    for load in (load_of(shape), Load(name="intruder", workload=Intruder(2, 60, 500))):
+        result = measured(ScriptedServer(scrapes=[calls(100, 100), calls(108, 120)]), load)
+        assert result["output_tokens_per_model_call"] == 2.5
+        assert "output tokens a model call: 2.50" in render(result)
     for scrapes in ([], ["up 1", "up 1"], [calls(9, 9), calls(9, 9)], [calls(9, 9), calls(2, 2)]):
         result = measured(ScriptedServer(scrapes=scrapes), load_of(shape))
         assert "output_tokens_per_model_call" not in result
@@ -508,7 +511,7 @@ def test_requests_arrive_at_the_rate_that_the_flags_say(on_scripted, tmp_path):
 
 def test_a_trace_is_replayed_as_the_flags_say_and_charted(on_scripted, tmp_path):
     picture = tmp_path / "out.png"
-    trace = ["--dataset", str(Path(__file__).parent / "bench_data" / "burstgpt.csv"), "--trace-speed", "10"]
+    trace = ["--dataset", str(DATA / "burstgpt.csv"), "--trace-speed", "10"]
     assert command.run(parsed(*trace, "--trace-shrink", "4", "--plot", str(picture))) == 0
     first, second = on_scripted.measured
     assert second.arrived_s - first.arrived_s == pytest.approx(11.3)
@@ -572,12 +575,40 @@ def test_commands_that_measure_one_server_take_its_url(verb, unused_tcp_port, ca
     assert f"{url} cannot be measured" in capsys.readouterr().err
 
 
+PROMPTS, TRACE = (["--dataset", str(DATA / name)] for name in ("prompts.jsonl", "burstgpt.csv"))
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--goodput", "speed:9"], "NAME:MS"),
         (["--burstiness", "2"], "needs --request-rate"),
         (["--tier", "a=k", "--tier", "a=l"], "names a tier twice"),
+        (["--tier", "a=k", "--api-key", "l"], "--api-key has no effect beside --tier"),
+        (
+            ["--workload", "long-prompt-intruder", "--num-prompts", "2", "--turns", "3", "--tier", "a=k"],
+            "Without effect on long-prompt-intruder: --num-prompts, --tier, --turns",
+        ),
+        (
+            [
+                "--workload",
+                "long-prompt-intruder",
+                "--prefix-len",
+                "0",
+                "--request-rate",
+                "1",
+                "--max-concurrency",
+                "2",
+            ],
+            "Without effect on long-prompt-intruder: --max-concurrency, --prefix-len, --request-rate",
+        ),
+        (["--workload", "long-prompt-intruder", "--output-len", "9-99"], "9-99, but long-prompt-intruder takes one"),
+        (["--streams", "2", "--intruder-len", "9"], "Without effect on random: --intruder-len, --streams"),
+        (["--workload", "uniform", "--trace-speed", "2"], "Without effect on uniform: --trace-speed"),
+        ([*PROMPTS, "--trace-shrink", "4", "--input-len", "9"], "on a file of prompts: --input-len, --trace-shrink"),
+        ([*PROMPTS, "--output-len", "9-99"], "--output-len is 9-99, but a file of prompts takes one length"),
+        ([*TRACE, "--output-len", "9"], "Without effect on a trace: --output-len"),
+        ([*TRACE, "--trace-speed", "2", "--request-rate", "1"], "--trace-speed has no effect beside --request-rate"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
@@ -599,6 +630,7 @@ def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
         (["--num-prompts", "1.5"], "1.5 is not a whole number of at least 1"),
         (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: its folder does not exist"),
         (["--plot", "/"], "/ is a folder"),
+        (["--workload", "random", "--dataset", "x"], "--dataset: not allowed with argument --workload"),
     ],
 )
 def test_values_out_of_bounds_are_refused_by_the_parser(argv, message, capsys):
