@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from mlx_server.errors import ConfigError
 
 _KEY_VARIABLE = "BENCH_API_KEY"
 
@@ -17,6 +20,14 @@ def above_0(text: str) -> float:
         if 0 < (value := float(text)) < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+
+
+def at_least_0(text: str) -> float:
+    """A finite number, at least 0."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
 
 
 def from_0(text: str) -> int:
@@ -79,6 +90,16 @@ def add_key_argument(parser: argparse.ArgumentParser) -> None:
 def api_key(args: argparse.Namespace) -> str | None:
     """The key to send, or None."""
     return args.api_key or os.environ.get(_KEY_VARIABLE)
+
+
+def refuse_options(args: argparse.Namespace, names: Iterable[str], what: str) -> None:
+    """Raises `ConfigError` if one of these options is given, since it has no effect on `what`."""
+    values = {name: getattr(args, name, None) for name in names}
+    given = [
+        f"--{name.replace('_', '-')}" for name, value in sorted(values.items()) if value is not None and value != []
+    ]
+    if given:
+        raise ConfigError(f"Without effect on {what}: {', '.join(given)}. Leave out these options.")
 
 
 def crossed_numbers(text: str, count: int) -> list[int]:

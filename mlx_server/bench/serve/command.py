@@ -34,6 +34,7 @@ from mlx_server.bench.arguments import (
     from_0,
     from_1,
     output_file,
+    refuse_options,
 )
 from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
 from mlx_server.bench.serve.report import LIMITED, check_plotting, render, without_arrays, write_charts
@@ -149,7 +150,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     intruder_len = f"the long prompt of {INTRUDER}; default: {_INTRUDER_LEN}"
     add("--intruder-len", type=from_1, metavar="TOKENS", help=intruder_len)
     add("--max-concurrency", type=from_1, metavar="N", help="most conversations at a time; default: all")
-    add("--request-rate", type=above_0, metavar="R", help="requests a second; default: all at once, or the trace's")
+    add(
+        "--request-rate", type=above_0, metavar="R", help="conversations a second; default: all at once, or the trace's"
+    )
     add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; default: 1 (Poisson)")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of good requests, like ttft:500 tpot:50")
     add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="/v1/completions or /v1/chat/completions")
@@ -167,9 +170,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 def check_options(args: argparse.Namespace, *loads: str) -> None:
     """Raises `ConfigError` for options that change none of these workloads."""
     others = {name for names in _OPTIONS.values() for name in names}.difference(*(_OPTIONS[load] for load in loads))
-    given = [f"--{name.replace('_', '-')}" for name in sorted(others) if getattr(args, name, None) not in (None, [])]
-    if given:
-        raise ConfigError(f"Without effect on {' and '.join(loads)}: {', '.join(given)}. Leave out these options.")
+    refuse_options(args, others, " and ".join(loads))
 
 
 def make_target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
@@ -201,7 +202,7 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
     limits: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition(":")
-        if name not in LIMITED or not value.replace(".", "", 1).isdigit():
+        if name not in LIMITED or not value.replace(".", "", 1).isdecimal():
             raise ConfigError(f"{text} is not a limit; write NAME:MS with NAME {', '.join(LIMITED)}, like ttft:500.")
         limits[name] = float(value)
     return limits

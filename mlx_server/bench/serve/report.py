@@ -187,7 +187,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
         num_sent = summary["completed"] + summary["failed"]
         counts.append(["good requests", f"{summary['good_completed']} of {num_sent}"])
         counts.append(["good requests/s", f"{summary['request_goodput']:.2f}"])
-    rows = [[name.upper(), *(f"{summary[f'{kind}_{name}_ms']:.1f}" for kind in SPREADS)] for name in FIGURES]
+    rows = [[name.upper(), *(_ms(summary, f"{kind}_{name}_ms", name) for kind in SPREADS)] for name in FIGURES]
     return render_table(["", "value"], counts) + "\n\n" + render_table(["ms", *SPREADS], rows)
 
 
@@ -199,12 +199,17 @@ def _render_tiers(tiers: Mapping[str, Mapping[str, Any]]) -> str:
             "requests": lambda item: str(item[1]["completed"]),
             "failed": lambda item: str(item[1]["failed"]),
             "output tok/s": lambda item: f"{item[1]['output_throughput']:.1f}",
-            "mean TTFT ms": lambda item: f"{item[1]['mean_ttft_ms']:.1f}",
-            "p99 TTFT ms": lambda item: f"{item[1]['p99_ttft_ms']:.1f}",
-            "mean TPOT ms": lambda item: f"{item[1]['mean_tpot_ms']:.1f}",
+            "mean TTFT ms": lambda item: _ms(item[1], "mean_ttft_ms", "ttft"),
+            "p99 TTFT ms": lambda item: _ms(item[1], "p99_ttft_ms", "ttft"),
+            "mean TPOT ms": lambda item: _ms(item[1], "mean_tpot_ms", "tpot"),
             "good/s": lambda item: "" if item[1]["request_goodput"] is None else f"{item[1]['request_goodput']:.2f}",
         },
     )
+
+
+def _ms(summary: Mapping[str, Any], key: str, figure: str) -> str:
+    """The figure in tables: a mean of 0 is that of no values."""
+    return f"{summary[key]:.1f}" if summary[f"mean_{figure}_ms"] else "-"
 
 
 def render_errors(errors: Sequence[str]) -> str:

@@ -40,14 +40,14 @@ _NUM_INTRUDER_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """`rate` requests a second, with gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less
-    makes bursts, more makes the gaps more even."""
+    """`rate` conversations a second, with gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process,
+    less makes bursts, more makes the gaps more even."""
 
     rate: float
     burstiness: float = 1.0
 
     def times_s(self, count: int, seed: int) -> list[float]:
-        """Times of `count` requests since the start of the run. They are scaled so that the last request is sent at
+        """Times of `count` conversations since the start of the run. They are scaled so that the last one begins at
         `count / rate`: runs with different seeds have the same rate."""
         rng = random.Random(f"arrivals:{seed}")
         times = list(accumulate(rng.gammavariate(self.burstiness, 1.0 / self.burstiness) for _ in range(count)))

@@ -15,6 +15,7 @@ import csv
 import datetime
 import io
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -253,6 +254,10 @@ def _parse_lines(path: Path, text: str, output_len: int) -> Iterator[Turn | Trac
             line = _parse_json(json.loads(entry), output_len) if is_json else _parse_csv(entry)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}, request {number} is not understood: {error!r}. {_FORMATS}") from error
+        if isinstance(line, TraceLine) and not (
+            math.isfinite(line.arrival_s) and min(line.input_len, line.output_len) >= 0
+        ):
+            raise ConfigError(f"{path}, request {number}: a time is not finite, or a length is below 0.")
         if line is not None:
             yield line
 
@@ -281,8 +286,8 @@ def _messages(entry: Mapping[str, Any]) -> tuple[Message, ...]:
         if not isinstance(entry["prompt"], str):
             raise TypeError("`prompt` is not text")
         return (user_message(entry["prompt"]),)
-    if not entry["messages"] or not all("role" in message for message in entry["messages"]):
-        raise ValueError("`messages` is not a list of messages with roles")
+    if not entry["messages"] or not all({"role", "content"} <= message.keys() for message in entry["messages"]):
+        raise ValueError("`messages` is not a list of messages with role and content")
     return tuple(entry["messages"])
 
 

@@ -190,6 +190,7 @@ def test_percentiles_interpolate_between_ranks():
     summary = summarise([record(0.0, [ttft_s]) for ttft_s in (3.0, 1.0, 2.0)], 3.0, {})
     assert [summary[f"{kind}_ttft_ms"] for kind in ("median", "p90", "p95")] == pytest.approx([2000, 2800, 2900])
     assert summary["p99_itl_ms"] == summary["mean_tpot_ms"] == 0.0  # of no values
+    assert re.search(r"\| TPOT +(\| +- ){6}\|", render_summary(summary))
 
 
 def test_the_document_has_vllms_keys():
@@ -582,6 +583,7 @@ PROMPTS, TRACE = (["--dataset", str(DATA / name)] for name in ("prompts.jsonl", 
     ("argv", "message"),
     [
         (["--goodput", "speed:9"], "NAME:MS"),
+        (["--goodput", "ttft:\N{SUPERSCRIPT TWO}"], "NAME:MS"),
         (["--burstiness", "2"], "needs --request-rate"),
         (["--tier", "a=k", "--tier", "a=l"], "names a tier twice"),
         (["--tier", "a=k", "--api-key", "l"], "--api-key has no effect beside --tier"),
