@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name}: available", flush=True)
         except Unavailable as reason:
             print(f"{name}: unavailable: {reason}", flush=True)
+    if len(servers) == 1 and (args.install_only or not (args.server or args.url)):
+        raise ConfigError("No peer is available to compare with; the reasons are above.")
     if args.install_only:
         return 0
-    if len(servers) == 1 and not args.server and not args.url:
-        raise ConfigError("No peer is available to compare with; the reasons are above.")
     settings = vars(args) | {"model": str(model), "server": [*servers, *args.server]}
     return compare.run(argparse.Namespace(**settings))
 

@@ -48,7 +48,9 @@ class Workload:
     temperature: float = 0.0
 
     def first(self, count: int | None) -> Workload:
-        """The workload with its first `count` requests only, or all if None."""
+        """The workload with its first `count` requests only, or all if None. Raises `ConfigError` if it has fewer."""
+        if count is not None and count > len(self.requests):
+            raise ConfigError(f"--num-requests is {count}, but {self.name} has only {len(self.requests)} requests.")
         return replace(self, requests=self.requests[:count])
 
     @property

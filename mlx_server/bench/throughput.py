@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.bench.arguments import add_json_argument, crossed_numbers, from_1
+from mlx_server.bench.arguments import add_json_argument, crossed_numbers, from_1, refuse_options
 from mlx_server.bench.instruments import write_figures
 from mlx_server.bench.systems import (
     CHAT_WORKLOADS,
@@ -93,12 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a table for each workload and number of requests. Raises `ServeError` and its kinds."""
+    if "engine" not in args.systems or not {"auto", "model"} & set(args.speculate):
+        refuse_options(args, ("draft_model",), "these systems, none of which drafts with a model")
     loaded = _load(args.model)
     systems = _systems(args, loaded)
     warm_up = make_warm_up(loaded.vocab_size)
     documents = []
-    for name, count in itertools.product(args.workload, args.num_requests):
-        workload = _workload(name, loaded, args.seed).first(count)
+    workloads = [
+        _workload(name, loaded, args.seed).first(count)
+        for name, count in itertools.product(args.workload, args.num_requests)
+    ]
+    for workload in workloads:
         rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat)
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
         documents.append(as_document(workload, rows))

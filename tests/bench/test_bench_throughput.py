@@ -435,3 +435,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
 def test_wrong_options_are_refused(options):
     with pytest.raises(argparse.ArgumentError):
         parse(*options.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--workload uniform --num-requests 17", "--num-requests is 17, but uniform has only 16 requests"),
+        ("--speculate ngram --draft-model any", "Without effect on these systems.*--draft-model"),
+        ("--systems batch --draft-model any", "Without effect on these systems.*--draft-model"),
+    ],
+)
+def test_options_without_effect_are_refused_before_anything_is_measured(options, message):
+    with pytest.raises(ConfigError, match=message):
+        throughput.run(parse(*options.split()))

@@ -27,7 +27,7 @@ from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
-from mlx_server.bench.arguments import add_json_argument, from_0, from_1
+from mlx_server.bench.arguments import add_json_argument, from_0, from_1, refuse_options
 from mlx_server.bench.instruments import write_figures
 from mlx_server.bench.lab.stream_cost import measure_streams, render_streams
 from mlx_server.bench.tables import render_items
@@ -39,6 +39,7 @@ from mlx_server.sampling_params import SamplingParams
 _NUM_PROMPT_TOKENS = 100
 _NUM_WARM_UP_STEPS = 40
 _STEP_S = 0.05
+_STEP_MS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +62,30 @@ class HostCost:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench host-cost`."""
     add = parser.add_argument
-    add("--num-running", nargs="+", type=from_1, default=[1, 16, 64], metavar="N", help="requests that decode")
-    add("--num-waiting", nargs="+", type=from_0, default=[0, 10_000], metavar="N", help="requests that wait")
+    add("--num-running", nargs="+", type=from_1, metavar="N", help="requests that decode; default: 1 16 64")
+    add("--num-waiting", nargs="+", type=from_0, metavar="N", help="requests that wait; default: 0 10000")
     add("--num-steps", type=from_1, default=500, metavar="N", help="steps that are measured")
     add("--streams", nargs="+", type=from_1, default=[], metavar="N", help="chats that a server streams")
-    add("--step-ms", type=from_0, default=20, metavar="MS", help="time of a step of streams; 0 is as fast as may be")
-    add("--speculate", action="store_true", help="look for drafts in each step, and find none")
+    step_ms = f"time of a step of streams; 0 is as fast as may be; default: {_STEP_MS}"
+    add("--step-ms", type=from_0, metavar="MS", help=step_ms)
+    add("--speculate", action="store_const", const=True, help="look for drafts in each step, and find none")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, and prints one table."""
+    """Measures, and prints one table. Raises `ConfigError` for options without effect on what is measured."""
     if args.streams:
-        streams = [measure_streams(num_streams, args.step_ms, args.num_steps) for num_streams in args.streams]
+        refuse_options(args, ("num_running", "num_waiting", "speculate"), "--streams")
+        step_ms = _STEP_MS if args.step_ms is None else args.step_ms
+        streams = [measure_streams(num_streams, step_ms, args.num_steps) for num_streams in args.streams]
         print(render_streams(streams))
         write_figures(args.json, "host-cost", results=[asdict(cost) for cost in streams])
         return 0
+    refuse_options(args, ("step_ms",), "the scheduler alone")
     costs = [
-        measure(num_running, num_waiting, args.num_steps, speculates=args.speculate)
-        for num_waiting in args.num_waiting
-        for num_running in args.num_running
+        measure(num_running, num_waiting, args.num_steps, speculates=bool(args.speculate))
+        for num_waiting in args.num_waiting or (0, 10_000)
+        for num_running in args.num_running or (1, 16, 64)
     ]
     print(render(costs))
     results = [{**asdict(cost), "total_us": cost.total_us} for cost in costs]

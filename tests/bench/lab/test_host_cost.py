@@ -10,6 +10,7 @@ import pytest
 
 from mlx_server.bench.lab import host_cost
 from mlx_server.bench.lab.host_cost import HostCost, measure
+from mlx_server.cli.main import main
 
 
 def calls(num_running: int, num_waiting: int) -> tuple[float, float]:
@@ -98,3 +99,17 @@ def test_wrong_counts_are_refused(arguments: list[str]) -> None:
     host_cost.add_arguments(parser)
     with pytest.raises(argparse.ArgumentError):
         parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--streams", "1", "--speculate", "--num-waiting", "0"), "on --streams: --num-waiting, --speculate"),
+        (("--step-ms", "0"), "Without effect on the scheduler alone: --step-ms"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "host-cost", *arguments]) == 2
+    assert message in capsys.readouterr().err

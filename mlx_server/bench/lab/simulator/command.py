@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.arguments import above_0, add_json_argument, from_0, from_1
+from mlx_server.bench.arguments import above_0, add_json_argument, at_least_0, from_0, from_1
 from mlx_server.bench.lab.simulator.disk import DiskCost
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
@@ -181,14 +181,14 @@ def _add_traffic(group: _Group) -> None:
     _add(group, "--burst-size", from_1, 32, "requests in a burst")
     _add(group, "--own-tokens", above_0, mix.own_tokens, "mean prompt tokens after a shared prefix")
     _add(group, "--output-tokens", above_0, mix.output_tokens, "mean output tokens")
-    _add(group, "--spread", float, mix.spread, "of the logarithms of both; 0: the same for all requests")
-    _add(group, "--shared-share", float, mix.shared_share, "share of requests that begin with a shared prefix")
+    _add(group, "--spread", at_least_0, mix.spread, "of the logarithms of both; 0: the same for all requests")
+    _add(group, "--shared-share", _from_0_to_1, mix.shared_share, "share of requests that begin with a shared prefix")
     _add(group, "--num-prefixes", from_1, mix.num_prefixes, "number of shared prefixes")
     _add(group, "--prefix-tokens", from_1, mix.prefix_tokens, "tokens of a shared prefix")
     group.add_argument(
         "--tiers",
         nargs=3,
-        type=float,
+        type=at_least_0,
         default=mix.tiers,
         metavar=("HIGH", "NORMAL", "LOW"),
         help=f"shares; default: {' '.join(map(str, mix.tiers))}",
@@ -225,7 +225,7 @@ def _add_scheduler(group: _Group) -> None:
     _add(group, "--max-num-batched-tokens", from_1, limits.max_num_batched_tokens, "token budget of one step")
     _add(group, "--target-step-ms", above_0, 1000 * TARGET_STEP_S, "target time of a step while requests decode")
     _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "target time of a step without decodes")
-    _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
+    _add(group, "--aging-rate", at_least_0, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most waiting requests of each tier")
     group.add_argument(
         "--draft-acceptance",
@@ -247,9 +247,9 @@ def _add_scheduler(group: _Group) -> None:
 
 
 def _from_0_to_1(text: str) -> float:
-    if not 0 <= float(text) <= 1:
+    if (value := at_least_0(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to 1")
-    return float(text)
+    return value
 
 
 def _add(group: _Group, flag: str, kind: Callable[[str], float], default: float, text: str) -> None:
@@ -337,8 +337,8 @@ def _run_closed(simulation: Simulation, args: argparse.Namespace) -> SimulationM
 
 
 def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
-    if min(args.tiers) < 0 or sum(args.tiers) <= 0:
-        raise ConfigError(f"--tiers is {' '.join(map(str, args.tiers))}; shares are at least 0, and one is above 0.")
+    if not any(args.tiers):
+        raise ConfigError(f"--tiers is {' '.join(map(str, args.tiers))}; one share must be above 0.")
     if args.trace is not None:
         options = {"shrink": args.shrink, "speed": args.speed_up, "tiers": args.tiers, "seed": args.seed}
         return read_trace(args.trace, **options)[: args.num_requests]
@@ -350,8 +350,6 @@ def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
 
 
 def _mix(args: argparse.Namespace) -> Mix:
-    if not args.spread >= 0:
-        raise ConfigError(f"--spread is {args.spread}; it must be at least 0.")
     return Mix(**{field.name: getattr(args, field.name) for field in fields(Mix)})
 
 

@@ -450,7 +450,11 @@ def test_the_command_bounds_the_queue(capsys: pytest.CaptureFixture[str]) -> Non
         (("--tiers", "0", "0", "0"), "--tiers is 0.0 0.0 0.0"),
         (("--clients", "0", "0", "0"), "--clients is 0 0 0; name at least one client"),
         (("--clients", "1", "0", "0", "--turns", "2"), "leave out --trace, --turns and --write-trace"),
-        (("--spread", "-1"), "--spread is -1.0; it must be at least 0"),
+        (("--spread", "-1"), "--spread: -1 is not a finite number of at least 0"),
+        (("--aging-rate", "-3"), "--aging-rate: -3 is not a finite number of at least 0"),
+        (("--tiers", "nan", "1", "0"), "--tiers: nan is not a finite number of at least 0"),
+        (("--shared-share", "7"), "--shared-share: 7 is not a share from 0 to 1"),
+        (("--draft-acceptance", "x"), "--draft-acceptance: x is not a finite number of at least 0"),
     ],
 )
 def test_the_command_explains_what_is_wrong(
