@@ -271,10 +271,14 @@ class Policy:
             return None
         prefix = self._blocks.find_prefix(request)
         why = self._what_lacks(request, prefix, promoted)
-        if why is None and self._is_deferred(request, step.now):
-            if self._waiting.parked_for(request) is not None:
-                return None
-            why = _MANY_LOADS
+        if why is None and self._table.disk is not None:
+            if self._is_deferred(request, step.now):
+                if self._waiting.parked_for(request) is not None:
+                    return None
+                why = _MANY_LOADS
+            else:  # a load of another request may have begun, and taken blocks of the prefix
+                prefix = self._blocks.find_prefix(request)
+                why = self._what_lacks(request, prefix, promoted)
         if why is not None:
             if request is oldest:
                 step.closed_because, step.closed_by = why, request
