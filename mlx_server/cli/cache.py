@@ -243,7 +243,8 @@ def run_warm(args: argparse.Namespace) -> int:
 
     examples:
       mlx-serve cache warm agents.jsonl
-      echo '{"messages": [{"role": "system", "content": "You review code."}]}' | mlx-serve cache warm -
+      echo '{"messages": [{"role": "system", "content": "You review code. Name the file and line of each bug,' \\
+        'say what goes wrong, and give the smallest fix. Do not praise."}]}' | mlx-serve cache warm -
     """
     entries = _entries(_text(args.file))
     prefixes = [Prefix.of(entry, number, args.model) for number, entry in enumerate(entries, 1)]

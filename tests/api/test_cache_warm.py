@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from mlx_server.batching.blocks.disk_tier import DiskTier
+from mlx_server.cli.cache import run_warm
 from mlx_server.cli.main import main
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig
 from mlx_server.kv_disk.files import Files
@@ -56,6 +58,14 @@ async def test_every_chat_hits_a_system_prompt_that_was_warmed(site: Site, tmp_p
         num_in_common = num_tokens - len("1.\n" + "." + "assistant\n")  # a dot for each special token
         assert total == kept == num_in_common // 32 * 32
         assert await num_cached(site, "What is that?") == kept
+
+
+@pytest.mark.usefixtures("real")
+async def test_the_example_in_the_help_is_long_enough_to_be_kept(site: Site, tmp_path):
+    command = (run_warm.__doc__ or "").partition(" echo ")[2].replace("\\\n", "")
+    file = tmp_path / "prefixes.json"
+    file.write_text(" ".join(shlex.split(command.partition("|")[0])))
+    await warm(site, file)
 
 
 async def test_usage_says_what_was_read_in_8_bits(site: Site, tmp_path, monkeypatch):
