@@ -17,7 +17,8 @@ Model: TypeAlias = Folder | LoadedModel
 
 
 class EngineOptions(TypedDict, total=False):
-    """What `LLM` and `AsyncLLM` take besides the model: the server's settings of the same names, with their defaults.
+    """What `LLM` and `AsyncLLM` take besides the model: settings of the server, with their defaults, and `adapters` and
+    `max_chunk_tokens`.
 
     `draft_model` is a smaller model of the same vocabulary; it must be loaded if and only if the model is. `mtp_from`
     says where the heads for `speculate="mtp"` are fetched from. `adapters` are folders by name, or folders that have
@@ -52,7 +53,8 @@ def read_options(model: Model, options: Mapping[str, Any]) -> tuple[Config, Give
     `ConfigError`."""
     unknown = options.keys() - EngineOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"{sorted(unknown)[0]} is no option of LLM or AsyncLLM")
+        known = ", ".join(("model", *EngineOptions.__annotations__))
+        raise TypeError(f"{sorted(unknown)[0]} is no option of LLM or AsyncLLM, which take {known}")
     draft_model = options.get("draft_model")
     loaded, loaded_draft = _if_loaded(model), _if_loaded(draft_model)
     if options.get("adapters") and loaded is not None:

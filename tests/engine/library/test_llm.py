@@ -400,5 +400,5 @@ def test_it_is_closed_when_the_main_thread_drops_it() -> None:
 
 
 def test_the_first_unknown_option_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^alpha is no option of LLM or AsyncLLM$"):
+    with pytest.raises(TypeError, match=r"^alpha is no option of LLM or AsyncLLM, which take model, .*max_step_ms$"):
         AsyncLLM(zeta=1, alpha=2)  # type: ignore[call-arg]
