@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from prometheus_client.core import CounterMetricFamily
 
-from mlx_server.api.auth.authentication import FREE_PATHS
+from mlx_server.api.auth.authentication import DISCOVERY_PATHS, FREE_PATHS
 from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group
 from mlx_server.cli.remote import KEY_VARIABLE, URL_VARIABLE
 from mlx_server.config import Config, load_config, settings
+from mlx_server.engine.library.options import EngineOptions
+from mlx_server.observability.series import OWN_SERIES, SERVER_SERIES
+from mlx_server.runtime.kernels.cpu.build import ISA_VARIABLE
+from mlx_server.runtime.kernels.cpu.native import THREADS_VARIABLE
 from mlx_server.tiers import Tier
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"./scripts/serve": "serve", "./scripts/bench-peers": "bench peers"}
-VARIABLES = {setting.env for setting in settings()} | {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE}
+OTHER_VARIABLES = {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE, THREADS_VARIABLE, ISA_VARIABLE}
+VARIABLES = {setting.env for setting in settings()} | OTHER_VARIABLES
 PACKAGE = ROOT / "mlx_server"
 FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {"mlx_server", "tests", "scripts", "configs"}
 SOURCES = {".py", ".h", ".cpp", ".msl", ".css", ".html", ".js"}
@@ -167,6 +173,11 @@ def test_variables_exist(page: Path) -> None:
     assert named <= VARIABLES | {"MLX_SERVE_KEY"}  # the last one is a name that the reader chooses
 
 
+def test_variables_that_are_no_settings_are_explained() -> None:
+    text = "".join(map(text_of, PAGES))
+    assert [name for name in sorted(OTHER_VARIABLES) if f"`{name}" not in text] == []
+
+
 @pages
 def test_examples_of_configurations_are_valid(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(re.findall(r"```toml\n(.*?)```", text_of(page), re.DOTALL)):
@@ -199,6 +210,29 @@ def test_every_limit_of_a_tier_is_explained() -> None:
 def test_free_paths_are_those_that_are_reported() -> None:
     stated = "`/health`, `/ping`, `/version`, `/metrics` and the live page's static files"
     assert stated in text_of(ROOT / "docs" / "keys-and-tiers.md")
+    assert stated in text_of(ROOT / "SECURITY.md")
     assert {path for path in FREE_PATHS if "dashboard" not in path} == {
         "/health", "/ping", "/version", "/metrics", "/"
     }  # fmt: skip
+
+
+def test_every_path_of_the_discovery_key_is_named() -> None:
+    text = text_of(ROOT / "docs" / "scale-out.md")
+    assert [path for path in sorted(DISCOVERY_PATHS) if f"`{path}`" not in text] == []
+
+
+def test_every_option_of_the_library_is_named() -> None:
+    text = text_of(ROOT / "docs" / "library.md")
+    assert [name for name in EngineOptions.__annotations__ if f"`{name}`" not in text] == []
+
+
+def test_every_series_of_our_own_is_in_the_table_with_its_labels() -> None:
+    rows = [row.split("|") for row in re.findall(r"^\| `.*", text_of(ROOT / "docs" / "observability.md"), re.MULTILINE)]
+    shown = {name: row[2] for row in rows for name in re.findall(r"`([\w:]+)`", row[1])}
+    for family in (*OWN_SERIES, *(family for families in SERVER_SERIES.values() for family in families)):
+        name, _, labels = family.name.rstrip("}").partition("{")
+        name += "_total" if family.kind is CounterMetricFamily else ""
+        if not name.startswith(("vllm:", "process_")):
+            assert name in shown
+            own = set(filter(None, labels.split(","))) - {"model_name"}
+            assert set(re.findall(r"`(\w+)`", shown[name])) - {"engine"} == own, name
