@@ -165,7 +165,12 @@ def play(world: World, agent: Agent, work: Path) -> list[str]:
 def by_hand(name: str, url: str) -> Setup:
     agent = AGENTS[name]
     text = PAGE.read_text(encoding="utf-8").partition(f"\n## {agent.section}\n")[2].partition("\n## ")[0]
-    for ours, here in (("http://127.0.0.1:8000", url), ("smollm2", "fake"), ("32768", str(CONTEXT))):
+    for ours, here in (
+        ("http://127.0.0.1:8000", url),
+        ("smollm2", "fake"),
+        ("my-model", "fake"),
+        ("32768", str(CONTEXT)),
+    ):
         text = text.replace(ours, here)
     return agent.by_hand(text)
 
