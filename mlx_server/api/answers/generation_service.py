@@ -11,7 +11,6 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -45,18 +44,18 @@ class PoolingRun:
     once; `close` it on every path. Event-loop thread only.
 
     Only some inputs are in the engine at a time, so that a client with two thousand of them neither fills the queue nor
-    takes all seats: when one ends, the next goes to the end of the queue."""
+    takes all seats: when one ends, the next goes to the end of the queue. To the tier's limits, all are one answer."""
 
     def __init__(
         self,
         job: GenerationJob,
         engine: AsyncEngine,
         requests: Iterable[GenerationRequest],
-        width: int,
+        width: Callable[[], int],
         grant: Grant,
         on_close: Callable[[PoolingRun], None],
     ) -> None:
-        """At most `width` of `requests` are in the engine at a time."""
+        """At most `width()` of `requests` enter the engine at a time; it is at least 1, and may change meanwhile."""
         self.job = job
         self.model_name = engine.names.with_adapter(job.adapter)
         self.ids = frozenset((job.request_id, job.response_id))
@@ -96,7 +95,7 @@ class PoolingRun:
         self._output_ready.set()
 
     def close(self) -> None:
-        """Aborts unfinished inputs, gives the caller's seats back, and forgets the job. Idempotent."""
+        """Aborts unfinished inputs, gives the caller's seat back, and forgets the job. Idempotent."""
         self.abort()
         self._grant.close()
         self._on_close(self)
@@ -104,7 +103,7 @@ class PoolingRun:
     def _submit(self) -> None:
         """Submits inputs while there are seats for them. If the queue is full, the rest wait until an input of this
         job ends; without one in the engine, the job is refused."""
-        while self._requests and len(self._open) < self._width:
+        while self._requests and len(self._open) < self._width():
             index, request = self._requests[-1]
             try:
                 stream = self._engine.submit(request)
@@ -160,29 +159,26 @@ class GenerationService:
     async def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
         `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
-        return await self._opened(engine, job, job.n * len(job.plan.prompts), None, self._start)
+        return await self._opened(engine, job, job.n * len(job.plan.prompts), self._start)
 
     async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
-        """Like `start`, for inputs that are pooled: they go in as there is room, within the caller's seats."""
-        most = max(1, engine.info.max_num_seqs // 2)  # leaves half of the engine's seats to others
-        width = min(len(job.plan.prompts), most, self._quotas.seats_left(job.caller))
-        return await self._opened(engine, job, width, 1, self._start_pooling)
+        """Like `start`, for inputs that are pooled: they take one of the caller's seats together, and go in as there is
+        room."""
+        return await self._opened(engine, job, 1, self._start_pooling)
 
     async def _opened(
         self,
         engine: AsyncEngine,
         job: GenerationJob,
-        width: int,
-        least: int | None,
+        num_answers: int,
         start: Callable[[AsyncEngine, GenerationJob, Demand], T],
     ) -> T:
-        """`start`s the job with at most `width` answers at a time, and at least `least`. The caller's quota is reserved
-        first, and checked again afterwards, since other requests may have come meanwhile."""
-        demand = Demand(width, sum(len(prompt.token_ids) for prompt in job.plan.prompts))
+        """`start`s the job, which counts as `num_answers`. The caller's quota is reserved first, and checked again
+        afterwards, since other requests may have come meanwhile."""
+        demand = Demand(num_answers, sum(len(prompt.token_ids) for prompt in job.plan.prompts))
         try:
             self._check(job, demand)
-            with await self._quotas.reserve(job.caller, demand, least) as width:
-                demand = replace(demand, num_answers=width)
+            with await self._quotas.reserve(job.caller, demand):
                 self._check(job, demand)
                 run = start(engine, job, demand)
         except ServeError as error:
@@ -198,8 +194,13 @@ class GenerationService:
         self._quotas.check(job.caller, demand)
 
     def _start_pooling(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> PoolingRun:
+        most = max(1, engine.info.max_num_seqs // 2)  # leaves half of the engine's seats to others
+
+        def width() -> int:
+            return min(most, self._quotas.inputs_at_a_time(job.caller))
+
         requests, grant = _requests(job), self._quotas.open(job.caller, demand)
-        return PoolingRun(job, engine, requests, demand.num_answers, grant, self._forget)
+        return PoolingRun(job, engine, requests, width, grant, self._forget)
 
     def _start(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> Generation:
         requests = _requests(job)

@@ -51,9 +51,9 @@ _UNKNOWN = -1
 _TAKE = """
 -- KEYS: requests and tokens: amounts by slot of 250 ms, their total, the first slot and the last;
 -- answers in progress by server, as "number:when the lease ends"
-local now, server, lease_ms, held, want, least, num_requests, num_tokens, prompt_tokens,
+local now, server, lease_ms, held, want, num_requests, num_tokens, prompt_tokens,
   max_requests, max_tokens, max_seats = ARGV[1] + 0, ARGV[2], ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6] + 0,
-  ARGV[7] + 0, ARGV[8] + 0, ARGV[9] + 0, ARGV[10] + 0, ARGV[11] + 0, ARGV[12] + 0
+  ARGV[7] + 0, ARGV[8] + 0, ARGV[9] + 0, ARGV[10] + 0, ARGV[11] + 0
 -- The values in the keys say what has expired; the keys' lifetime only removes those that nobody uses any more.
 local SLOT_MS, WINDOW_MS, LIFETIME_MS = 250, 60000, 600000
 if now == 0 then
@@ -116,12 +116,11 @@ for i = 1, #leases, 2 do
   end
 end
 
-local refusal, wait_ms, granted = '', 0, want
+local refusal, wait_ms = '', 0
 if want > 0 then
-  if max_seats >= 0 and seats + want > max_seats then granted = math.max(max_seats - seats, 0) end
   local too_many = requests.used + 1 - max_requests
   local too_much = tokens.used + prompt_tokens - max_tokens
-  if granted < least then
+  if max_seats >= 0 and seats + want > max_seats then
     refusal = 'seats'
   elseif max_requests >= 0 and too_many > 0 then
     refusal, wait_ms = 'requests', wait(KEYS[1], requests, too_many)
@@ -131,9 +130,7 @@ if want > 0 then
   if refusal == '' then
     add(KEYS[1], requests, 1)
     add(KEYS[2], tokens, prompt_tokens)
-    held, seats = held + granted, seats + granted
-  else
-    granted = 0
+    held, seats = held + want, seats + want
   end
 end
 if held > 0 then
@@ -142,7 +139,7 @@ if held > 0 then
 else
   redis.call('HDEL', KEYS[3], server)
 end
-return {refusal, granted, wait_ms, seats, requests.used, leaves_ms(requests.last),
+return {refusal, wait_ms, seats, requests.used, leaves_ms(requests.last),
   tokens.used, leaves_ms(tokens.last)}
 """
 
@@ -158,7 +155,6 @@ class _Reply:
     """The store's reply about all servers, at `at_s` on this server's clock."""
 
     refusal: str
-    num_granted: int
     wait_s: float
     num_answers: int
     rates: dict[str, tuple[int, float]]
@@ -214,21 +210,18 @@ class FleetQuotas(Quotas):
             if wait_s > 0 and limit is not None and used >= limit:  # fewer if the store has lost its data since
                 raise requests_refusal(caller.tier, used, wait_s)
 
-    async def reserve(
-        self, caller: Caller, demand: Demand, least: int | None = None
-    ) -> contextlib.AbstractContextManager[int]:
+    async def reserve(self, caller: Caller, demand: Demand) -> contextlib.AbstractContextManager[None]:
         if not _is_limited(caller.tier):
-            return contextlib.nullcontext(demand.num_answers)
+            return contextlib.nullcontext()
         share = self._share(caller)
         self._wake()
-        least = demand.num_answers if least is None else least
         try:
-            reply = await self._take(share, demand, least)
+            reply = await self._take(share, demand)
             if reply.refusal == "seats":
                 await self._pause()
-                reply = await self._take(share, demand, least)
+                reply = await self._take(share, demand)
         except StoreAwayError:
-            return contextlib.nullcontext(demand.num_answers)
+            return contextlib.nullcontext()
         if reply.refusal == "seats":
             raise seats_refusal(caller.tier, reply.num_answers, demand)
         if reply.refusal == "requests":
@@ -236,7 +229,7 @@ class FleetQuotas(Quotas):
             raise requests_refusal(caller.tier, reply.rates["requests"][0], reply.wait_s)
         if reply.refusal:
             raise tokens_refusal(caller.tier, reply.rates["tokens"][0], demand.num_prompt_tokens, reply.wait_s)
-        return self._reserved(share, reply.num_granted)
+        return self._reserved(share)
 
     def count_wrong_request(self, caller: Caller) -> None:
         super().count_wrong_request(caller)
@@ -283,20 +276,20 @@ class FleetQuotas(Quotas):
         await asyncio.sleep(SEAT_PAUSE_S)
 
     @contextlib.contextmanager
-    def _reserved(self, share: _Share, num_granted: int) -> Iterator[int]:
+    def _reserved(self, share: _Share) -> Iterator[None]:
         """Inside the block, `open` counts here what the store has already counted. If it is not called, the
         requests are given back to the store. The block must not await, so that no report comes between."""
         try:
-            yield num_granted
+            yield
         finally:
             if share.has_unreported(self._clock()):
                 self._start(self._report(share))
 
-    async def _take(self, share: _Share, demand: Demand, least: int) -> _Reply:
+    async def _take(self, share: _Share, demand: Demand) -> _Reply:
         """If the caller is cancelled, the reply is still waited for and booked, since the store may have counted; the
         next report gives back what was granted."""
         async with self._store.turn(share.lock):
-            calling = self._start(self._call(share, demand, least))
+            calling = self._start(self._call(share, demand))
             try:
                 reply = await asyncio.shield(calling)
             except asyncio.CancelledError:
@@ -310,7 +303,7 @@ class FleetQuotas(Quotas):
     @staticmethod
     def _book(share: _Share, demand: Demand, reply: _Reply) -> None:
         if not reply.refusal:
-            share.num_reported += reply.num_granted
+            share.num_reported += demand.num_answers
             share.meter.requests.num_unreported -= 1
             share.meter.tokens.num_unreported -= demand.num_prompt_tokens
 
@@ -319,19 +312,19 @@ class FleetQuotas(Quotas):
         with contextlib.suppress(StoreAwayError):
             async with self._store.turn(share.lock):
                 if share.has_unreported(self._clock()):
-                    await self._call(share, Demand(0, 0), 0)
+                    await self._call(share, Demand(0, 0))
 
-    async def _call(self, share: _Share, demand: Demand, least: int) -> _Reply:
+    async def _call(self, share: _Share, demand: Demand) -> _Reply:
         now, tier, held = self._clock(), share.tier, share.meter.num_answers
         windows = (share.meter.requests, share.meter.tokens)
         counted = [window.num_unreported for window in windows]
         limits = (tier.requests_per_minute, tier.tokens_per_minute, tier.max_concurrent_requests)
         share.num_reported = _UNKNOWN  # without a reply, it is unknown whether the store has counted
-        refusal, num_granted, wait_ms, num_answers, *used = await self._store.run(
+        refusal, wait_ms, num_answers, *used = await self._store.run(
             _TAKE,
             share.keys,
             [
-                *(self._server, int(1000 * LEASE_S), held, demand.num_answers, least),
+                *(self._server, int(1000 * LEASE_S), held, demand.num_answers),
                 *(_unreported(window, now) for window in windows),
                 demand.num_prompt_tokens,
                 *(_NO_LIMIT if limit is None else limit for limit in limits),
@@ -341,7 +334,7 @@ class FleetQuotas(Quotas):
             window.num_unreported -= num_counted
         share.num_reported, share.reported_s = held, now
         rates = {"requests": (used[0], used[1] / 1000), "tokens": (used[2], used[3] / 1000)}
-        share.reply = _Reply(refusal.decode(), num_granted, wait_ms / 1000, num_answers, rates, now)
+        share.reply = _Reply(refusal.decode(), wait_ms / 1000, num_answers, rates, now)
         return share.reply
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

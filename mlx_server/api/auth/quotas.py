@@ -93,7 +93,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks for: answers generated at the same time, and prompt tokens, counting each prompt once."""
+    """What a request asks for: answers in progress at the same time, and prompt tokens, counting each prompt once."""
 
     num_answers: int = 1
     num_prompt_tokens: int = 1
@@ -164,10 +164,12 @@ class Quotas:
         if tier.tokens_per_minute is not None:
             _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
 
-    def seats_left(self, caller: Caller) -> int:
-        """How many more answers may start now, at least 1: `check` refuses it if there is no seat."""
+    def inputs_at_a_time(self, caller: Caller) -> int:
+        """How many inputs of one pooling request of the caller may be in the engine now, at least 1. The request holds
+        one seat. Its inputs share the tier's seats evenly with the caller's other answers on this server, so that many
+        such requests put no more into the queue than as many chats: of 8 seats, each of 2 requests gets 4."""
         limit = caller.tier.max_concurrent_requests
-        return sys.maxsize if limit is None else max(1, limit - self._meter(caller).num_answers)
+        return sys.maxsize if limit is None else max(1, limit // max(1, self._meter(caller).num_answers))
 
     def begin_reading(self, caller: Caller) -> None:
         """Counts a request that has text read and generates nothing. The rates of the tier hold for such requests
@@ -185,13 +187,10 @@ class Quotas:
         """Counts a wrong request, since reading it costs as much as reading others."""
         self._meter(caller).requests.add(1, self._clock())
 
-    async def reserve(
-        self, caller: Caller, demand: Demand, least: int | None = None
-    ) -> contextlib.AbstractContextManager[int]:
-        """Reserves the demand in the fleet's store. Call `check` and `open` inside the block, which must not await. It
-        gives the number of answers that may be in progress: all of the demand, or at least `least` if that is given.
+    async def reserve(self, caller: Caller, demand: Demand) -> contextlib.AbstractContextManager[None]:
+        """Reserves the demand in the fleet's store. Call `check` and `open` inside the block, which must not await.
         What is not opened is given back at the end of the block. Raises `QuotaExceededError`."""
-        return contextlib.nullcontext(demand.num_answers)
+        return contextlib.nullcontext()
 
     async def close(self) -> None:
         """Call it when the server ends."""

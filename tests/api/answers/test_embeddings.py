@@ -38,6 +38,7 @@ NUM_SEATS = 8
 TIERS = {
     "plain": Tier(name="plain"),
     "two": Tier(name="two", max_concurrent_requests=2),
+    "four": Tier(name="four", max_concurrent_requests=4),
     "minute": Tier(name="minute", tokens_per_minute=50, requests_per_minute=3),
     "small": Tier(name="small", max_context_tokens=20),
     "floored": Tier(name="floored", floors={"/v1/embeddings": Priority.LOW, "/v1/rerank": Priority.LOW}),
@@ -355,6 +356,36 @@ async def test_inputs_hold_no_more_seats_than_the_tier_allows(world: PoolingWorl
     monkeypatch.setattr(engine, "submit", counted)
     await world.ok(tier="two", input=[[5] * 20] * 50)
     assert most == 2
+
+
+async def test_all_inputs_of_a_request_take_one_of_the_tier_s_seats(world: PoolingWorld):
+    task = asyncio.create_task(world.post(tier="two", input=[[7] * 90] * MAX_INPUTS, request_id="many"))
+    await until(lambda: world.stats().num_running)
+    chat = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    await world.ok("/v1/chat/completions", tier="two", **chat)
+    other = asyncio.create_task(world.post(tier="two", input=[[7] * 90] * MAX_INPUTS, request_id="more"))
+    await until(lambda: world.context.generations.num_in_progress == 2)
+    _, message = await world.error("/v1/chat/completions", 429, tier="two", **chat)
+    assert "2 answers are in progress and the request asks for 1" in message
+    world.context.generations.abort({"many", "more"})
+    await asyncio.gather(task, other)
+
+
+async def test_inputs_of_several_requests_share_the_tier_s_seats(world: PoolingWorld, monkeypatch: pytest.MonkeyPatch):
+    engine, found = world.engine(), []
+    submit = engine.submit
+
+    def counted(*args: Any) -> Any:
+        stream = submit(*args)
+        if world.context.generations.num_in_progress == 2:
+            found.append(engine.num_streams)
+        return stream
+
+    monkeypatch.setattr(engine, "submit", counted)
+    both = [world.ok(tier="four", input=[[5] * 20] * 100) for _ in range(2)]
+    await asyncio.gather(*both)
+    assert len(found) > 50
+    assert max(found[10:]) == 4, "beyond the first ones, which entered before there were two requests"
 
 
 async def test_tokens_and_requests_a_minute_count(world: PoolingWorld):
