@@ -38,7 +38,8 @@ from mlx_server.bench.lab.products import MLX, Weight, measure_products, own_pro
 from mlx_server.bench.lab.soak import SoakResult, memory_before_and_after, soak
 from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
-from mlx_server.config import DEFAULT_MODEL, FEWER_KV, Config, settings
+from mlx_server.config import DEFAULT_MODEL, FEWER_KV, Config, ModelConfig, settings
+from mlx_server.engine.models.facts import read_facts
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import LayerSpec
@@ -63,15 +64,21 @@ _VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a stage in Markdown, and its problems."""
+    """The result of a stage in Markdown, and its problems; or why it was skipped."""
 
     text: str
     problems: Sequence[str] = ()
+    is_skipped: bool = False
+
+    @property
+    def result(self) -> str:
+        """In words."""
+        return "; ".join(self.problems) or ("skipped" if self.is_skipped else "passed")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage that has run. It passed if the finding has no problems."""
+    """A stage that has run or was skipped. It failed if the finding has problems."""
 
     title: str
     elapsed_s: float
@@ -79,7 +86,7 @@ class Stage:
 
 
 def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) -> tuple[str, bool]:
-    """Runs all stages, which takes a minute or two besides the soak. Returns the report, and whether all passed."""
+    """Runs all stages, which takes a minute or two besides the soak. Returns the report, and whether none failed."""
     with tempfile.TemporaryDirectory(prefix="mlx-serve-report-") as folder:
         log = Path(folder) / "server.log"
         stages: dict[str, Callable[[], Finding]] = {
@@ -136,7 +143,7 @@ def _machine(config: Config) -> Finding:
         "memory": {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()},
         "variables": {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)},
         "wired": {"setting": config.memory.wire_memory, **_wired_by_the_system()},
-        "settings": _changed_settings(config),
+        "settings (this report uses model and wire_memory)": _changed_settings(config),
     }
     return Finding(_block(json.dumps(facts, indent=2, default=str).splitlines(), "json"))
 
@@ -235,7 +242,8 @@ def _weights(dtypes: Iterable[mx.Dtype]) -> Iterator[Weight]:
 
 
 def _chat(config: Config, log: Path) -> Finding:
-    """One question to a server in its own process, with default settings and a key, in case other servers run."""
+    """One question to a server in its own process, with default settings and a key, in case other servers run. A model
+    that generates no text is only loaded."""
     key = secrets.token_hex(16)
     environ = {name: value for name, value in os.environ.items() if name not in {setting.env for setting in settings()}}
     environ["MLX_SERVE_SERVER_API_KEY"] = key
@@ -244,6 +252,8 @@ def _chat(config: Config, log: Path) -> Finding:
     body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_completion_tokens": 40}
     server = Server(name="mlx-serve", command=command, environ=environ)
     with server.session(model=config.model.model, log_path=log, start_timeout_s=_START_S) as url:
+        if _embeds_only(config):
+            return _skipped(config)
         start_s = time.perf_counter()
         headers = {"authorization": f"Bearer {key}"}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=_START_S)
@@ -260,8 +270,25 @@ def _chat(config: Config, log: Path) -> Finding:
 
 
 def _soak(config: Config, seconds: float) -> Finding:
+    if _embeds_only(config):
+        return _skipped(config)
     result = asyncio.run(soak(config.model.model, seconds, wire_memory=config.memory.wire_memory))
     return Finding(render_table(("what", "found"), _soak_rows(result)), result.problems)
+
+
+def _embeds_only(config: Config) -> bool:
+    """Whether the model's files say that it generates no text; call it when they are on this machine."""
+    facts = read_facts(config.model.model)
+    kinds = [] if facts is None else facts.capabilities(config.model.model, ModelConfig().pooling)
+    return "embedding" in kinds and "completion" not in kinds
+
+
+def _skipped(config: Config) -> Finding:
+    text = (
+        f"Skipped: {config.model.model} is an embedding model, which generates no text. Configure another model in "
+        "[model], or none for the bundled one."
+    )
+    return Finding(text, is_skipped=True)
 
 
 def _soak_rows(result: SoakResult) -> list[tuple[str, str]]:
@@ -302,10 +329,7 @@ def _logs_kept() -> Iterator[io.StringIO]:
 
 
 def _render(stages: Sequence[Stage], logs: str) -> str:
-    rows = [
-        (stage.title, "; ".join(stage.finding.problems).replace("|", "/") or "passed", f"{stage.elapsed_s:.1f}")
-        for stage in stages
-    ]
+    rows = [(stage.title, stage.finding.result.replace("|", "/"), f"{stage.elapsed_s:.1f}") for stage in stages]
     kind = "a Mac" if sys.platform == "darwin" else f"{platform.system()}, not a Mac"
     summary = render_table(("stage", "result", "s"), rows)
     parts = [f"# Report of mlx-serve on {kind}", summary]

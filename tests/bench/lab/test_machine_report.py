@@ -20,6 +20,7 @@ from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS
+from tests.embedders import save_embedder
 from tests.engine_worlds import make_folder
 from tests.runtime.kernels.test_product_choice import HostKernels
 
@@ -59,7 +60,7 @@ def written(path: Path) -> tuple[list[str], dict[str, str]]:
 def test_a_report_has_everything_but_what_is_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.md"
     assert main(["doctor", "--report", str(path), "--seconds", "1"]) == 0
-    assert f"All stages have passed: see {path}" in capsys.readouterr().out
+    assert f"No stage has failed: see {path}" in capsys.readouterr().out
     sections, results = written(path)
     assert sections == SECTIONS
     assert results == dict.fromkeys(STAGES, "passed")
@@ -92,6 +93,33 @@ def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--report", "/nonexistent/report.md"]) == 2
     assert "--report: cannot write /nonexistent/report.md: No such file" in capsys.readouterr().err
+
+
+def test_a_folder_in_place_of_a_file_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine_report, "make_report", lambda *_: ("# minutes of work", True))
+    assert main(["doctor", "--report", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert f"--report: cannot write {tmp_path}: Is a directory." in printed.err
+    assert printed.out == ""
+
+
+def test_an_embedding_model_is_loaded_and_not_asked_for_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLX_SERVE_MODEL_MODEL", str(save_embedder(tmp_path / "embed").folder))
+    for stage in ("self_tests", "_timings", "product_tests"):
+        monkeypatch.setattr(machine_report, stage, lambda *_: machine_report.Finding("as it should be"))
+    path = tmp_path / "report.md"
+    assert main(["doctor", "--report", str(path), "--seconds", "1"]) == 0
+    assert f"No stage has failed: see {path}" in capsys.readouterr().out
+    _, results = written(path)
+    assert (results["Machine"], results["A chat over HTTP"], results["Soak"]) == ("passed", "skipped", "skipped")
+    text = path.read_text()
+    assert text.count("is an embedding model, which generates no text. Configure another model in [model]") == 2
+    assert "Traceback" not in text
+    assert "mlx_server.pool.model_pool: Loading" in text, "the log of the server"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")
