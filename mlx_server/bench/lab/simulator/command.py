@@ -11,15 +11,16 @@ examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.arguments import above_0, add_json_argument, at_least_0, from_0, from_1
+from mlx_server.bench.arguments import above_0, add_json_argument, at_least_0, from_0, from_1, refuse_options
 from mlx_server.bench.lab.simulator.disk import DiskCost
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
@@ -149,6 +150,21 @@ def _rate(value: float | None) -> str:
 _ENDLESS_QUEUE = QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12)
 _Group = argparse._ArgumentGroup
 
+_TRACE, _CLIENTS, _TURNS = "a trace", "traffic of --clients", "traffic of --turns"
+_POISSON, _BURSTS = "traffic of --pattern poisson", "traffic of --pattern bursts"
+_LENGTHS = ("own_tokens", "output_tokens", "spread", "prefix_tokens")
+_DRAWN = (*_LENGTHS, "shared_share", "num_prefixes")
+_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        _TRACE: ("trace", "shrink", "speed_up", "tiers", "write_trace"),
+        _CLIENTS: ("clients", *_DRAWN),
+        _TURNS: ("turns", "pause_s", "rate", *_LENGTHS, "tiers", "write_trace"),
+        _POISSON: ("pattern", "rate", *_DRAWN, "tiers", "write_trace"),
+        _BURSTS: ("pattern", "burst_size", "rate", *_DRAWN, "tiers", "write_trace"),
+    }
+)
+"""The options that change each kind of traffic. Those that are not here change all."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench simulate`."""
@@ -258,6 +274,7 @@ def _add(group: _Group, flag: str, kind: Callable[[str], float], default: float,
 
 def run(args: argparse.Namespace) -> int:
     """Prints totals, a table by tier, and a table of variants if there are several. Raises `ConfigError`."""
+    _check_options(args)
     arrivals = [] if args.clients else _arrivals(args)
     found: dict[str, SimulationMetrics] = {}
     if args.write_trace is not None:
@@ -273,6 +290,30 @@ def run(args: argparse.Namespace) -> int:
     document = {"benchmark": "simulate", "settings": vars(args), "profile": profile, "results": as_document(found)}
     write_json(args.json, document)
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for options that change nothing because of others. One that is given its default passes."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    changed = {name: value for name, value in vars(args).items() if name in defaults and value != defaults[name]}
+    given, kind = argparse.Namespace(**changed), _kind(args)
+    refuse_options(given, {name for names in _OPTIONS.values() for name in names}.difference(_OPTIONS[kind]), kind)
+    if args.kv_disk is None:
+        refuse_options(given, ("kv_disk_writes_per_day", "disk_gb_per_s"), "a replay without --kv-disk")
+    if not args.draft_acceptance:
+        refuse_options(given, ("draft_share",), "a replay without --draft-acceptance")
+
+
+def _kind(args: argparse.Namespace) -> str:
+    if args.clients is not None:
+        return _CLIENTS
+    if args.trace is not None:
+        return _TRACE
+    if args.turns > 1:
+        return _TURNS
+    return _POISSON if args.pattern == "poisson" else _BURSTS
 
 
 def _variants(args: argparse.Namespace) -> dict[str, partial[Simulation]]:
@@ -327,11 +368,8 @@ def _replay(simulation: Simulation, arrivals: Iterable[TracedRequest], args: arg
 
 
 def _run_closed(simulation: Simulation, args: argparse.Namespace) -> SimulationMetrics:
-    if not any(args.clients) or args.trace or args.write_trace or args.turns > 1:
-        clients = " ".join(map(str, args.clients))
-        raise ConfigError(
-            f"--clients is {clients}; name at least one client, and leave out --trace, --turns and --write-trace."
-        )
+    if not any(args.clients):
+        raise ConfigError(f"--clients is {' '.join(map(str, args.clients))}; name at least one client.")
     loop = ClosedLoop(Traffic(_mix(args), args.seed), dict(zip(Priority, args.clients)), args.num_requests)
     return simulation.run(loop.first(), loop.next_of)
 
