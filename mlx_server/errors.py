@@ -14,6 +14,7 @@
     |-- InsufficientMemoryError    can never fit the memory of this machine
     |-- EngineDeadError            a step of the model has failed, or the MLX thread has died
     |-- ModelLoadError             a model's folder or weights cannot be served
+    |   `-- UnknownModelError      no such folder, file or model of the hub
     |-- DownloadError              a download failed or the file is corrupt
     `-- ConfigError                a configuration file, flag or environment value is wrong
 
@@ -122,6 +123,10 @@ class EngineDeadError(ServeError):
 class ModelLoadError(ServeError):
     """A model cannot be loaded: the folder is unreadable, a file is missing, or the architecture is unknown or
     refused."""
+
+
+class UnknownModelError(ModelLoadError):
+    """There is no folder or file of that name, and the hub has no such model or does not show it to this machine."""
 
 
 class DownloadError(ServeError):

@@ -35,7 +35,7 @@ CLIENT_CLOSED_REQUEST = 499
 _MAX_LISTED_ERRORS = 10
 _MAX_MESSAGE_CHARS = 1000
 _MAX_ERROR_CHARS = 4000
-_DEATH_RETRY_S = "5"
+_REMEDY_RETRY_S = "5"
 _MAX_PARAM_CHARS = 200
 _MAX_SHOWN_CHARS = 40
 
@@ -54,6 +54,9 @@ _STATUSES: Mapping[type[Exception], int] = {
     errors.QuotaExceededError: 429,
     errors.OverloadedError: 503,
     errors.EngineDeadError: 503,
+    errors.UnknownModelError: 404,  # this one and the next two are of pulls: a load that fails is an `OverloadedError`
+    errors.ModelLoadError: 501,
+    errors.DownloadError: 503,
     errors.InsufficientMemoryError: 507,
     errors.ServeError: 500,
 }
@@ -128,9 +131,10 @@ def error_info(error: Exception) -> ErrorInfo:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, errors.EngineDeadError):  # clients should not repeat at once what may have been the reason
-        headers |= {"x-should-retry": "false", "retry-after": _DEATH_RETRY_S}
-    param = "model" if isinstance(error, errors.ModelNotFoundError) else None
+    # Clients should not repeat at once what may have been the reason, or what may need a remedy.
+    if isinstance(error, errors.EngineDeadError | errors.DownloadError):
+        headers |= {"x-should-retry": "false", "retry-after": _REMEDY_RETRY_S}
+    param = "model" if isinstance(error, errors.ModelNotFoundError | errors.UnknownModelError) else None
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
         param = _cut(error.param, _MAX_PARAM_CHARS)
     return ErrorInfo(status, _cut(error.message, _MAX_ERROR_CHARS), param, headers)

@@ -29,7 +29,9 @@ def test_a_fault_of_ours_tells_nothing():
         (errors.ModelNotFoundError("m"), "not_found_error"),
         (errors.QuotaExceededError("m"), "rate_limit_error"),
         (errors.QueueFullError("m", "r"), "overloaded_error"),
+        (errors.UnknownModelError("m"), "not_found_error"),
         (errors.ModelLoadError("m"), "api_error"),
+        (errors.DownloadError("m"), "overloaded_error"),
     ],
 )
 def test_the_shape_of_anthropic(status: errors.ServeError, kind: str):

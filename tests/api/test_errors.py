@@ -22,11 +22,11 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
     response = await world.chat()
     assert response.status_code == status
     assert response.json() == {"error": {"message": error.message, "type": kind, "param": param, "code": status}}
-    is_death = isinstance(error, errors.EngineDeadError)
-    is_retryable = status in (429, 503) and not is_death
+    needs_remedy = isinstance(error, errors.EngineDeadError | errors.DownloadError)
+    is_retryable = status in (429, 503) and not needs_remedy
     assert response.headers.get("x-should-retry") == (None if is_retryable else "false")
     has_delay = isinstance(error, errors.OverloadedError)
-    assert response.headers.get("retry-after") == ("4" if has_delay else "5" if is_death else None)
+    assert response.headers.get("retry-after") == ("4" if has_delay else "5" if needs_remedy else None)
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,9 @@ ALL_ERRORS: list[tuple[errors.ServeError, int, str, str | None]] = [
     (errors.OverloadedError("m", 3.2), 503, "ServiceUnavailableError", None),
     (errors.InsufficientMemoryError("m"), 507, "InsufficientStorageError", None),
     (errors.EngineDeadError("m"), 503, "ServiceUnavailableError", None),
-    (errors.ModelLoadError("m"), 500, "InternalServerError", None),
-    (errors.DownloadError("m"), 500, "InternalServerError", None),
+    (errors.ModelLoadError("m"), 501, "NotImplementedError", None),
+    (errors.UnknownModelError("m"), 404, "NotFoundError", "model"),
+    (errors.DownloadError("m"), 503, "ServiceUnavailableError", None),
     (errors.ConfigError("m"), 500, "InternalServerError", None),
 ]
 """Each kind of error, and the status, type and parameter that HTTP gives it."""

@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from mlx_server.config import WHOLE_WEIGHTS
 from mlx_server.environment import expanded
-from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import load_folder
@@ -34,8 +34,8 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
     model on the Hugging Face hub, or a GGUF file, here or on the hub, which is converted once. The bundled model is
     expanded if the CPU must compute in float32, by `dtype`.
 
-    Checks that the folder is complete without loading it. Raises `ModelLoadError` if `name` is none of these or
-    something is missing, `DownloadError` if fetching fails.
+    Checks that the folder is complete without loading it. Raises `UnknownModelError` if `name` is none of these,
+    `ModelLoadError` if something is missing, `DownloadError` if fetching fails.
     """
     try:
         return _resolved(name, dtype)
@@ -57,7 +57,7 @@ def _resolved(name: str, dtype: str) -> Path:
     if path.exists():
         raise ModelLoadError(f"{name} is a file; a model is a folder in mlx-lm's format, or a .gguf file.")
     if path.suffix == ".gguf" and _is_local(name, path):
-        raise ModelLoadError(
+        raise UnknownModelError(
             f"There is no file {name}. For a file on the hub, give its address: https://huggingface.co/"
             "owner/name/blob/main/FILE.gguf."
         )
@@ -66,7 +66,7 @@ def _resolved(name: str, dtype: str) -> Path:
         return _checked(gguf_folder(name, _hub_file(name, owner, file[2])))
     found = hub_id(name)
     if found is None:
-        raise ModelLoadError(
+        raise UnknownModelError(
             f"There is no model {name}: it is not a folder, not a hub id (owner/name), and not `{SMOLLM2.name}`."
             + _name_hint(name)
         )
@@ -116,7 +116,7 @@ def _hub_file(name: str, repo: str, file: str) -> Path:
     parts = [str(Path(file).with_name(part)) for part in split_names(Path(file).name)]
     path = _hub_snapshot(name, repo, parts) / file
     if not path.is_file():
-        raise ModelLoadError(f"{repo} has no file {file}; see https://huggingface.co/{repo}/tree/main.")
+        raise UnknownModelError(f"{repo} has no file {file}; see https://huggingface.co/{repo}/tree/main.")
     return path
 
 
@@ -127,12 +127,12 @@ def _hub_snapshot(model: str, name: str, patterns: Sequence[str] = HUB_FILES) ->
     except DownloadError:
         raise
     except GatedRepoError as error:
-        raise DownloadError(
+        raise UnknownModelError(
             f"{name} requires an agreement: accept it at https://huggingface.co/{name}, then set HF_TOKEN "
             "or run `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
-        raise DownloadError(
+        raise UnknownModelError(
             f"The hub has no model {name}, or it is private. Check the spelling; for a private one set HF_TOKEN."
         ) from error
     except Exception as error:  # the hub's client passes on errors of its HTTP library

@@ -274,10 +274,11 @@ async def test_two_pulls_of_a_model_are_one_fetch(world: World, stored: Path, mo
         release.set()
         *_, last = [json.loads(line) async for line in read]
     assert last == {"error": "The connection is lost."}
-    assert ((await whole).status_code, (await whole).json()) == (500, last)
+    assert ((await whole).status_code, (await whole).json()) == (503, last)
     assert fetched == ["owner/new"]
     again = await world.http.post("/api/pull", json={"model": "owner/new"})
-    assert (again.status_code, len(fetched)) == (500, 2), "what fails at once has a status, and may be tried again"
+    assert (again.status_code, len(fetched)) == (503, 2), "what fails at once has a status, and may be tried again"
+    assert again.headers["retry-after"] == "5"
 
 
 async def test_pulls_that_lead_nowhere_are_refused(world: World, stored: Path):
@@ -286,8 +287,8 @@ async def test_pulls_that_lead_nowhere_are_refused(world: World, stored: Path):
     assert "hub id" in (await post(world, "/api/pull", 404, model="llama3"))["error"]
     assert "model: Field required" in (await post(world, "/api/pull", 400))["error"]
     reason = "There is no model /models/fake: it is not a folder, not a hub id (owner/name), and not `smollm2`."
-    assert await post(world, "/api/pull", 500, model="fake") == {"error": reason}, "configured, but not there"
-    assert (await post(world, "/admin/models/pull", 500, model="fake"))["error"]["message"] == reason
+    assert await post(world, "/api/pull", 404, model="fake") == {"error": reason}, "configured, but not there"
+    assert (await post(world, "/admin/models/pull", 404, model="fake"))["error"]["message"] == reason
 
 
 async def test_pulled_models_can_be_deleted(world: World, stored: Path):

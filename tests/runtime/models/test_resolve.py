@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
 from mlx_server.runtime.models import resolve
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.folder import missing_parts
@@ -227,7 +227,7 @@ def test_the_hubs_refusals_come_with_a_remedy(monkeypatch, kind, words):
         raise kind.__new__(kind)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(DownloadError, match=f"{words}.*HF_TOKEN"):
+    with pytest.raises(UnknownModelError, match=f"{words}.*HF_TOKEN"):
         resolve_model("owner/name")
 
 
