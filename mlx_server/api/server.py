@@ -186,6 +186,7 @@ class _Server:
             return 1
         finally:
             # Fails what is still open; uvicorn then waits for the error events to be sent.
+            await self._context.fetches.stop()
             await self._pool.stop(0.0)
 
     async def _before_stop(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -213,7 +214,9 @@ class _Server:
             await asyncio.sleep(_WATCH_S)
 
     async def _drain(self) -> None:
-        """Waits for requests in progress. Those still open after the timeout fail when the pool stops."""
+        """Waits for requests in progress. Those still open after the timeout fail when the pool stops. Pulls are not
+        waited for, since the next one continues where they were."""
+        await self._context.fetches.stop()
         logger.info("Draining; requests in progress: %d", self._context.generations.num_in_progress)
         if not await self._context.generations.drain(self._settings.drain_timeout_s):
             logger.warning(

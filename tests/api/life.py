@@ -7,11 +7,13 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 
 from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
-from mlx_server.config import Config, ServerConfig
+from mlx_server.config import Config, PoolConfig, ServerConfig
 from mlx_server.engine.engine import EngineState
+from mlx_server.engine.models import store
 from mlx_server.errors import EngineDeadError, ModelLoadError, QueueFullError
 from mlx_server.pool.model_pool import ModelPool
 from tests.api.fakes import FakeEngine, fake_pool
@@ -44,7 +46,9 @@ class ScriptedEngine(FakeEngine):
 def main() -> int:
     scenario, port, drain_timeout_s, log_format = sys.argv[1:]
     os.environ["MLX_SERVE_HOME"] = os.devnull  # no keys of whoever runs the tests
-    config = Config(server=ServerConfig(port=int(port), drain_timeout_s=float(drain_timeout_s), log_format=log_format))
+    server = ServerConfig(port=int(port), drain_timeout_s=float(drain_timeout_s), log_format=log_format)
+    config = Config(server=server, pool=PoolConfig(pulled_models=True))
+    store.resolve_model = lambda name: threading.Event().wait()  # a pull never ends
 
     def make_pool(config: Config) -> ModelPool:
         engine = ScriptedEngine(state=EngineState.LOADING)

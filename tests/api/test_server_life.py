@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -103,6 +104,39 @@ async def test_a_signal_lets_streams_finish_and_exits_0(number: int):
         code, errors = await running.ended()
     assert code == 0
     assert errors.count(f"Shutting down: {signal.Signals(number).name}\n") == errors.count("Shutting down") == 1
+
+
+@pytest.mark.parametrize("has_stream", [True, False])
+async def test_pulls_are_told_at_once_that_the_server_stops(has_stream: bool):
+    """Streams of a model are waited for, and pulls are not: they continue where they were."""
+    async with server() as running:
+        await running.ready()
+        async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+            streams = [asyncio.create_task(complete(http, stream=True))] * has_stream
+            await in_progress(http, len(streams))
+            model = {"model": "owner/new"}
+            pulls = [
+                asyncio.create_task(http.post("/admin/models/pull", json=model)),
+                asyncio.create_task(http.post("/api/pull", json={**model, "stream": False})),
+            ]
+            async with http.stream("POST", "/api/pull", json=model) as response:
+                lines = response.aiter_lines()
+                assert json.loads(await anext(lines)) == {"status": "pulling manifest"}
+                running.signal(signal.SIGTERM)
+                *_, last = [json.loads(line) async for line in lines]
+            openai, ollama = await asyncio.gather(*pulls)
+            reason = "The server is shutting down; pull the model again when it is back, to fetch the rest."
+            assert (openai.status_code, openai.json()["error"]["message"]) == (503, reason)
+            assert (ollama.status_code, ollama.json(), last) == (503, {"error": reason}, {"error": reason})
+            assert openai.headers["retry-after"] == ollama.headers["retry-after"] == "5"
+            for stream in streams:
+                assert (await http.post("/admin/models/pull", json=model)).status_code == 503, "nor is one begun"
+                assert not stream.done()
+                running.signal(signal.SIGUSR1)
+                assert "[DONE]" in (await stream).text
+        code, errors = await running.ended()
+    assert code == 0
+    assert "Traceback" not in errors
 
 
 async def test_nohup_keeps_it_alive():

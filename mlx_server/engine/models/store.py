@@ -18,11 +18,15 @@ from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryN
 
 from mlx_server.config import home
 from mlx_server.engine.fair_slots import in_daemon_thread
+from mlx_server.errors import OverloadedError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models.bundled import SMOLLM2
 from mlx_server.runtime.models.gguf import native_weight_format
 from mlx_server.runtime.models.progress import Progress, progress_of
 from mlx_server.runtime.models.resolve import resolve_model
+
+_SHUTDOWN = "The server is shutting down; pull the model again when it is back, to fetch the rest."
+_SHUTDOWN_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def _num_bytes(folder: Path) -> int:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """A model that is being fetched, by its name or its id on the hub. `done` fails with a `ServeError` if the model
-    cannot be fetched for a known reason."""
+    cannot be fetched for a known reason, or the server stops."""
 
     name: str
     done: asyncio.Task[None]
@@ -135,9 +139,13 @@ class Fetches:
 
     def __init__(self) -> None:
         self._running: dict[str, Fetch] = {}
+        self._is_stopping = False
 
     def join(self, name: str) -> Fetch:
-        """The fetch of a model by its configured name or its hub id; starts it unless it is in progress."""
+        """The fetch of a model by its configured name or its hub id; starts it unless it is in progress. Raises
+        `OverloadedError` once `stop` was called."""
+        if self._is_stopping:
+            raise OverloadedError(_SHUTDOWN, _SHUTDOWN_RETRY_S)
         name = hub_id(name) or name
         running = self._running.get(name)
         if running is None:
@@ -149,9 +157,19 @@ class Fetches:
     def running(self) -> Iterator[Fetch]:
         yield from self._running.values()
 
+    async def stop(self) -> None:
+        """Fails all fetches with an `OverloadedError`, since the server is shutting down. Their threads end with the
+        process."""
+        self._is_stopping = True
+        await asyncio.sleep(0)  # a task that is cancelled before it starts would run none of its code
+        for fetch in self._running.values():
+            fetch.done.cancel()
+
     async def _fetch(self, name: str) -> None:
         try:
             await in_daemon_thread(lambda: resolve_model(name))
+        except asyncio.CancelledError:
+            raise OverloadedError(_SHUTDOWN, _SHUTDOWN_RETRY_S) from None
         finally:
             del self._running[name]
 
