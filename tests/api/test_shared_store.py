@@ -86,6 +86,8 @@ async def test_what_is_left_is_reported_for_all_servers(fleet: Fleet):
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "61"  # a minute after the end of the quarter second in which they came
     assert "3 requests have come within a minute; a key of the tier paid may send 3." in refused.text
+    read = await second.http.post("/tokenize", json={"prompt": "ab"}, headers={"x-api-key": key})
+    assert read.headers["x-ratelimit-remaining-requests"] == "2", "each server counts apart what is only read"
 
 
 async def test_each_key_has_its_own_quota_and_a_tier_without_limits_does_not_ask(fleet: Fleet, redis: RedisServer):

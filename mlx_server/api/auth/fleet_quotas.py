@@ -237,9 +237,9 @@ class FleetQuotas(Quotas):
             self._share(caller)
             self._wake()
 
-    def rates(self, caller: Caller) -> dict[str, Allowance]:
-        rates, share = super().rates(caller), self._shares.get(caller.identity)
-        if share is None or share.reply is None or not self._store.is_here:
+    def rates(self, caller: Caller, *, is_reading: bool = False) -> dict[str, Allowance]:
+        rates, share = super().rates(caller, is_reading=is_reading), self._shares.get(caller.identity)
+        if is_reading or share is None or share.reply is None or not self._store.is_here:
             return rates
         passed_s = self._clock() - share.reply.at_s
         for name, rate in rates.items():

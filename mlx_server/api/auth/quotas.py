@@ -212,12 +212,13 @@ class Quotas:
                 num_output_tokens=num_output_tokens,
             )
 
-    def rates(self, caller: Caller) -> dict[str, Allowance]:
-        """What remains of `requests` and `tokens`, for those that the tier limits."""
+    def rates(self, caller: Caller, *, is_reading: bool = False) -> dict[str, Allowance]:
+        """What remains of `requests` and `tokens`, for those that the tier limits: for requests that generate, or with
+        `is_reading` for those that only have text read."""
         meter, now, tier = self._meter(caller), self._clock(), caller.tier
         limits = {
-            "requests": (tier.requests_per_minute, meter.requests),
-            "tokens": (tier.tokens_per_minute, meter.tokens),
+            "requests": (tier.requests_per_minute, meter.readings if is_reading else meter.requests),
+            "tokens": (tier.tokens_per_minute, meter.read_tokens if is_reading else meter.tokens),
         }
         return {
             name: Allowance(limit, max(0, limit - window.used(now)), window.empty_in_s(now))

@@ -117,6 +117,7 @@ class TurnRoute(JsonRoute):
     async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
         caller, quotas = caller_of(request), request.app.state.context.quotas
         generates = request.url.path in GENERATING_PATHS
+        request.state.is_reading = not generates
         if generates:
             quotas.check(caller, Demand())
         else:

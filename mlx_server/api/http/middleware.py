@@ -114,7 +114,8 @@ class ExchangeMiddleware:
         if isinstance(caller, Caller):  # unless it was refused
             if head["status"] == 429:
                 self._quotas.refused[caller.tier.name] += 1
-            headers.update(quota_headers(self._quotas.rates(caller), scope["path"]))
+            rates = self._quotas.rates(caller, is_reading=state.get("is_reading", False))
+            headers.update(quota_headers(rates, scope["path"]))
 
 
 _OWN_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(app|tauri|vscode-webview|vscode-file)://[^/]*"

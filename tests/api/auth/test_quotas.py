@@ -162,6 +162,22 @@ async def test_reading_has_the_tier_s_rates_to_itself(
     assert 'mlx_serve:quota_refusals_total{tier="paid"} 4.0' in text
 
 
+@pytest.mark.parametrize(("path", "body", "num_tokens"), READING)
+async def test_headers_of_what_only_reads_are_of_the_rates_for_that(
+    world: World, keys: Any, path: str, body: Any, num_tokens: int | None
+):
+    (key,) = keys(requests_per_minute=2, tokens_per_minute=1000)
+    name = "anthropic-ratelimit-{}-remaining" if path.startswith("/v1/messages") else "x-ratelimit-remaining-{}"
+    assert await statuses(world, key, 1, max_tokens=1) == [200]
+    answers = [await world.http.post(path, json=body, headers={"x-api-key": key}) for _ in range(3)]
+    assert [answer.headers[name.format("requests")] for answer in answers] == ["1", "0", "0"]
+    if num_tokens is not None:
+        left = [1000 - num_tokens, 1000 - 2 * num_tokens, 1000 - 2 * num_tokens]
+        assert [int(answer.headers[name.format("tokens")]) for answer in answers] == left
+    generated = await ask(world, key, max_tokens=1)
+    assert generated.headers["x-ratelimit-remaining-requests"] == "0", "one for each of two"
+
+
 @pytest.mark.parametrize(("path", "body", "num_tokens"), [case for case in READING if case[2] is not None])
 async def test_tokens_that_are_only_read_count_apart(world: World, keys: Any, path: str, body: Any, num_tokens: int):
     (key,) = keys(tokens_per_minute=3 * num_tokens)
