@@ -98,8 +98,12 @@ def _written(vector: FloatArray, is_base64: bool) -> bytes:
 
 
 def _as_text(value: Any) -> Any:
-    """A text, or an object with nothing but one, as Jina and Cohere's first version have documents."""
+    """A text, or an object with nothing but one (null members aside), as Jina and Cohere's first version have
+    documents."""
     if isinstance(value, dict) and isinstance(value.get("text"), str):
+        unread = [name for name, content in value.items() if name != "text" and content is not None]
+        if unread:
+            raise ValueError(f"{unread[0][:100]!r} would not be read, only text is; move it there, or leave it out")
         return value["text"]
     if not isinstance(value, str):
         raise ValueError('must be a text, or an object like {"text": "..."}; only text is read')

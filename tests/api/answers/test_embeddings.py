@@ -429,7 +429,7 @@ async def test_rerank_gives_the_best_first_with_their_places(world: PoolingWorld
     body = {
         "model": "rank",
         "query": "capital of China?",
-        "documents": [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]],
+        "documents": [DOCUMENTS[0], {"text": DOCUMENTS[1]}, {"text": DOCUMENTS[2], "title": None}],
     }
     answer = await world.ok(path, **body)
     scored = await world.ok("/v1/score", model="rank", text_1="capital of China?", text_2=DOCUMENTS)
@@ -471,6 +471,8 @@ async def test_scores_pair_one_with_all_or_each_with_each(world: PoolingWorld):
         ("/rerank", {"query": "", "documents": ["a", "b"]}, "query"),
         ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]"),
         ("/rerank", {"query": "a", "documents": ["b", {"image": "x"}]}, "documents[1]"),
+        ("/rerank", {"query": "a", "documents": ["b", {"text": "c", "title": "d"}]}, "documents[1]"),
+        ("/rerank", {"query": {"text": "a", "title": "b"}, "documents": ["c"]}, "query"),
         ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["title"]}, "rank_fields"),
         ("/rerank", {"query": "a", "documents": ["b" * 4000], "model": "rank"}, "documents[0]"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
@@ -482,3 +484,8 @@ async def test_scores_pair_one_with_all_or_each_with_each(world: PoolingWorld):
 )
 async def test_wrong_pairs_are_named(world: PoolingWorld, path: str, body: dict[str, Any], param: str):
     assert (await world.error(path, **body))[0] == param
+
+
+async def test_a_member_of_a_document_that_would_not_be_read_is_named(world: PoolingWorld):
+    _, message = await world.error("/rerank", query="a", documents=[{"text": "b", "image": None, "title": "c"}])
+    assert "documents[0]: 'title' would not be read, only text is" in message
