@@ -58,8 +58,6 @@ _FLUSH_S = 5
 _KEEP_ALIVE_S = 75
 """Longer than the idle timeout of common proxies, so that the proxy closes first."""
 
-_MAX_HEADER_BYTES = 16 * 1024
-
 _HEALTH_PATHS = ("/health", "/ping")
 
 _WATCH_S = 0.25
@@ -304,7 +302,6 @@ def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate) -> 
         backlog=ACCEPTED_AT_ONCE,
         ssl_certfile=cert,
         ssl_keyfile=key,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         lifespan="off",
         log_config=None,
         server_header=False,

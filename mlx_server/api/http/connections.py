@@ -57,8 +57,8 @@ ACCEPTED_AT_ONCE = 16
 """The connections accepted in one iteration of the event loop, so that others can be closed in between. This is
 uvicorn's `backlog`."""
 
-MAX_HEADERS = 128
-"""The most header fields of a request, about ten times what clients and proxies send."""
+MAX_HEAD_BYTES, MAX_HEADERS = 16 * 1024, 128
+"""The most bytes and header fields of a request's head; of fields about ten times what clients and proxies send."""
 
 MAX_SMALL_CHUNKS = 4096
 """The most chunks of a body whose chunks have less than 1 KiB on average."""
@@ -323,9 +323,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        most = self.config.h11_max_incomplete_event_size
-        assert most is not None
-        self.conn = _Parser(h11.SERVER, most)
+        self.conn = _Parser(h11.SERVER, MAX_HEAD_BYTES)
         self._timer: asyncio.TimerHandle | None = None
         self._has_request = False
         self._waiting_since_s: float | None = None
@@ -358,10 +356,10 @@ class BoundedProtocol(H11Protocol):
         self._note_turn()
 
     def handle_events(self) -> None:
-        if self.conn.their_state is h11.IDLE and _num_headers(self.conn.trailing_data[0]) > MAX_HEADERS:
-            self.send_400_response(f"The request has more than {MAX_HEADERS} header fields.")
-        else:
-            super().handle_events()
+        excess = _excess(self.conn.trailing_data[0]) if self.conn.their_state is h11.IDLE else None
+        if excess is None:
+            return super().handle_events()
+        return self.send_400_response(f"The request's head has more than {excess}.")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -443,7 +441,10 @@ def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedProt
     return type("BoundedProtocol", (BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
 
 
-def _num_headers(received: bytes) -> int:
-    """Counts the header fields at the beginning of `received`, without the request line. The head may be incomplete."""
+def _excess(received: bytes) -> str | None:
+    """The limit that the head at the beginning of `received` exceeds, if any. The head may be incomplete."""
     end = _END_OF_HEAD.search(received)
-    return received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1
+    if (end.end() if end else len(received)) > MAX_HEAD_BYTES:
+        return f"{MAX_HEAD_BYTES} bytes"
+    num_headers = received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1
+    return f"{MAX_HEADERS} header fields" if num_headers > MAX_HEADERS else None

@@ -42,17 +42,21 @@ MAX_NAME_CHARS = 1024
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 """What an answer repeats of its request: tools, metadata, instructions."""
 
+_MAX_DEPTH = 200
+"""Of the parser: how many lists and objects may be around a value."""
+
 _SLICE_BYTES = 64 * 1024
 
 
 def parse_json(body: bytes) -> Any:
     """Parses a body. Raises `InvalidRequestError` if it exceeds a limit, and `RequestValidationError` if it is not
-    JSON, is nested deeper than 200 levels, or contains NaN, infinity or half of a surrogate pair, which cannot be
-    written again. Any thread."""
+    JSON, or contains NaN, infinity or half of a surrogate pair, which cannot be written again. Any thread."""
     _check(body)
     try:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
+        if "recursion limit" in str(error):
+            raise InvalidRequestError(f"The body is nested more than {_MAX_DEPTH} levels deep; flatten it.") from error
         problem = {"type": "json_invalid", "loc": ("body", 0), "msg": "JSON decode error", "input": {}}
         raise RequestValidationError([{**problem, "ctx": {"error": str(error)}}]) from error
 

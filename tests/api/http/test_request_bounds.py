@@ -113,11 +113,14 @@ def num_members(value: Any) -> int:
     return (len(value) if isinstance(value, dict) else 0) + sum(map(num_members, inner))
 
 
-@pytest.mark.parametrize(("depth", "status"), [(150, 200), (250, 400)])
-async def test_nesting_is_bounded(world: World, depth: int, status: int):
-    field = "[" * depth + "]" * depth
+@pytest.mark.parametrize(("depth", "status"), [(200, 200), (201, 400), (5000, 400)])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+async def test_nesting_is_bounded(world: World, opening: str, closing: str, depth: int, status: int):
+    field = opening * (depth - 1) + "1" + closing * (depth - 1)  # the body is one more
     answer = await world.http.post("/v1/completions", content=f'{{"prompt":"a","x":{field}}}', headers=JSON)
     assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["message"] == "The body is nested more than 200 levels deep; flatten it."
 
 
 MESSAGES = [MESSAGE] * (MAX_MESSAGES + 1)

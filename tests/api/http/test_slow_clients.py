@@ -212,9 +212,24 @@ async def test_a_client_that_takes_its_time_is_served(app: App):
 async def test_a_head_that_is_too_large_is_refused(app: App):
     reader, writer = await app.connect()
     writer.write(HEAD + b"x-long: " + b"x" * 20_000)
-    assert (await ends(reader)).startswith(b"HTTP/1.1 400")
+    refused = await ends(reader)
+    assert refused.startswith(b"HTTP/1.1 400")
+    assert b"The request's head has more than 16384 bytes." in refused
     assert app.events == []
     writer.close()
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(16 * 1024, b"200"), (16 * 1024 + 1, b"400")])
+async def test_a_head_is_bounded_to_the_byte_however_it_comes(app: App, num_bytes: int, status: bytes):
+    begin, end = b"GET / HTTP/1.1\r\nhost: x\r\nx-long: ", b"\r\n\r\n"
+    head = begin + b"x" * (num_bytes - len(begin) - len(end)) + end
+    for num_first in (num_bytes, num_bytes - 1, 100):
+        reader, writer = await app.connect()
+        writer.write(head[:num_first])
+        await asyncio.sleep(TIMEOUT_S / 20)
+        writer.write(head[num_first:])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
+        writer.close()
 
 
 async def test_without_a_timeout_it_waits_as_uvicorn_does():

@@ -106,7 +106,7 @@ async def test_every_attribute_that_is_used_is_there() -> None:
     own = {*vars(BoundedProtocol), *get_type_hints(BoundedProtocol)}
     assigned = {name for name in attributes_of(BoundedProtocol, "self") if name.startswith("_")}
     inherited = attributes_of(BoundedProtocol, "self") - own - assigned
-    assert {"app", "config", "conn", "cycle", "flow", "loop", "transport"} <= inherited
+    assert {"app", "conn", "cycle", "flow", "loop", "transport"} <= inherited
     missing = {name for name in inherited if not hasattr(protocol, name)}
     assert not missing, f"H11Protocol has no {sorted(missing)}. {CHECK}"
     clashes = {name for name in own | assigned if hasattr(protocol, name)} - OVERRIDDEN.keys()
@@ -124,7 +124,6 @@ async def test_flows_cycles_and_settings_have_what_is_used() -> None:
         assert not missing, f"{type(subject).__name__} has no {sorted(missing)}. {CHECK}"
     assert type(protocol.flow) is FlowControl, CHECK
     assert parameters(FlowControl, "drain") == ["self"], CHECK
-    assert hasattr(protocol.config, "h11_max_incomplete_event_size"), CHECK
     assert protocol.scope["state"] == {"ours": True}, CHECK  # where a request finds its writer
     assert protocol.app_state == {}, CHECK
 
