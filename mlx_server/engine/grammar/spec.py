@@ -166,7 +166,11 @@ def _any_object(value: Any, where: str) -> StructuredSpec:
 
 
 def _json_or_schema(value: Any, where: str) -> StructuredSpec:
-    return _any_object(True, where) if value == "json" else _schema(value, where)
+    if value == "json":
+        return _any_object(True, where)
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        raise InvalidRequestError(f"{where} is {value[:40]!r}; send `json` or a JSON schema.", where)
+    return _schema(value, where)
 
 
 def _regex(value: Any, where: str) -> StructuredSpec:

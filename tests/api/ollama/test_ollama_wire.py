@@ -299,7 +299,7 @@ async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):
         ("/api/chat", {"messages": user("Hi"), "think": "deeply"}, "think"),
         ("/api/chat", {"messages": user("Hi"), "keep_alive": "soon"}, "keep_alive"),
         ("/api/chat", {"messages": user("Hi"), "keep_alive": "5 m"}, "keep_alive"),
-        ("/api/chat", {"messages": user("Hi"), "format": "xml"}, "format"),
+        ("/api/chat", {"messages": user("Hi"), "format": "xml"}, "format is 'xml'; send `json` or a JSON schema."),
         ("/api/chat", {"messages": user("Hi"), "stream": "yes"}, "stream"),
         ("/api/chat", {"messages": [{"content": "Hi"}]}, "role"),
         ("/api/chat", {"messages": user("word " * 600)}, "too long"),
