@@ -249,11 +249,13 @@ def _written(
 def _plan(engine: AsyncEngine, written: _Written) -> Plan:
     call, is_open, tools, dialect = written.call, written.is_open, written.call.tool_use.shown, engine.chat.dialect
     target = _target(engine, dialect, call)
+    is_split = call.splits_reasoning or dialect.reasoning is None
+    is_forced = call.tool_use.mode == "required" and is_split  # reasoning that is not split is content
 
     def new_parser() -> OutputParser:
         splitter = new_splitter(dialect, tools, is_open) if call.splits_reasoning else None
         extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
-        return OutputParser(splitter, extractor, call.tool_use.is_parallel)
+        return OutputParser(splitter, extractor, call.tool_use.is_parallel, is_forced)
 
     return Plan(
         prompts=(written.prompt,),

@@ -107,8 +107,10 @@ class OutputParser:
         splitter: ReasoningSplitter | HarmonySplitter | None = None,
         extractor: ToolCallExtractor | None = None,
         is_parallel: bool = True,
+        is_forced: bool = False,
     ) -> None:
-        """Without `is_parallel`, calls after the first are dropped. `is_reasoning` says whether the text so far ends
+        """Without `is_parallel`, calls after the first are dropped. With `is_forced`, all text after the reasoning is
+        calls: what a cut output has begun of another one is dropped. `is_reasoning` says whether the text so far ends
         inside the reasoning; without a splitter it is always False."""
         self.is_plain = type(self) is OutputParser and splitter is None and extractor is None
         self.splits_reasoning = splitter is not None
@@ -116,6 +118,7 @@ class OutputParser:
         self._splitter = splitter
         self._extractor = extractor
         self._is_parallel = is_parallel
+        self._is_forced = is_forced
 
     @property
     def has_tool_calls(self) -> bool:
@@ -139,7 +142,8 @@ class OutputParser:
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
         found, last = self._extractor.append(split.content), self._extractor.finish()
-        return self._parts(split.reasoning, ToolOutput(found.content + last.content, found.calls + last.calls))
+        content = "" if self._is_forced else found.content + last.content
+        return self._parts(split.reasoning, ToolOutput(content, found.calls + last.calls))
 
     def _parts(self, reasoning: str, found: ToolOutput) -> Parts:
         calls = found.calls if self._is_parallel else tuple(call for call in found.calls if call.index == 0)

@@ -88,6 +88,27 @@ async def test_a_call_is_forced_in_the_family_s_format(world: World, family: str
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
+@pytest.mark.parametrize("family", ["json_tools", *FAMILIES])
+async def test_what_is_cut_off_of_forced_calls_is_no_content(world: World, family: str):
+    become(world, family)
+    write, texts = writer(world, 3), list[str]()
+
+    def once(request: GenerationRequest) -> str:
+        texts.extend([] if texts else [write(request)])
+        return texts[0]
+
+    world.engine.script = once
+    asked = {"tools": [TOOL, OTHER], "tool_choice": "required", "thinking_token_budget": 0}
+    for num_tokens in range(1, 150):
+        (choice,) = (await world.chat(**asked, max_tokens=num_tokens)).json()["choices"]
+        assert not choice["message"]["content"], (num_tokens, texts)
+        if choice["finish_reason"] != "length":
+            break
+    assert num_tokens > 5
+    text = (await world.chat(**asked, max_tokens=4, stream=True)).text
+    assert not any(body["choices"][0]["delta"].get("content") for body in bodies(text))
+
+
 async def test_a_forced_call_streams(world: World):
     become(world, "gemma4")
     text = (await world.chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, stream=True)).text
