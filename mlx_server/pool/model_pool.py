@@ -201,13 +201,14 @@ class ModelPool:
         await self._unload(model, drain_timeout_s)
         return model
 
-    def keep_alive(self, name: str | None, idle_s: float) -> None:
+    def keep_alive(self, name: str | None, idle_s: float) -> bool:
         """Sets how long a loaded model may be idle, until it is unloaded or this is called again: infinity is forever,
-        and 0 unloads even a pinned model. Does nothing if the model is not loaded. Raises `ModelNotFoundError`."""
+        and 0 unloads even a pinned model, which takes no other time. Changes nothing if the model is not loaded.
+        Returns whether the time holds. Raises `ModelNotFoundError`."""
         model = self.find(name)
         if model.engine is not None:
-            model.keep_alive_s = idle_s
-            model.is_lost = model.is_lost and idle_s > 0
+            model.keep_alive_s, model.is_lost = idle_s, model.is_lost and idle_s > 0
+        return model.idle_ttl_s == (None if math.isinf(idle_s) else idle_s)
 
     async def expire_idle(self) -> None:
         """Unloads models that have been idle for too long."""

@@ -222,7 +222,7 @@ class OllamaCall:
     started_s: float
     load_s: float
     is_kept: bool
-    """False if the request has a `keep_alive` that the caller may not set."""
+    """False if the request has a `keep_alive` that the caller may not set, or that the model does not take."""
 
     def finish(self, response: Response) -> Response:
         """The answer with the header for fields that it does not keep to."""
@@ -249,8 +249,7 @@ def keep_model(pool: ModelPool, name: str | None, idle_s: float | None, request:
     """Sets how long a model may stay idle, for all callers, so only admins may. Returns whether the request is met;
     None requests nothing."""
     if idle_s is not None and caller_of(request).is_admin:
-        pool.keep_alive(name, idle_s)
-        return True
+        return pool.keep_alive(name, idle_s)
     return idle_s is None
 
 

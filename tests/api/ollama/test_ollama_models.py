@@ -153,8 +153,11 @@ def unpin(model: Any) -> None:
 async def test_a_pinned_model_stays_until_it_is_to_go_at_once(world: World):
     model = world.pool.find(None)
     assert model.spec.is_pinned
-    await post(world, "/api/generate", prompt="Hi", stream=False, keep_alive="1s")
-    assert model.idle_ttl_s is None
+    for keep_alive, noted in (("1s", "keep_alive"), ("5m", "keep_alive"), (-1, None), (None, None)):
+        body = {"prompt": "Hi", "stream": False, "keep_alive": keep_alive}
+        answer = await world.http.post("/api/generate", json=body)
+        assert (answer.status_code, answer.headers.get(NOT_ENFORCED_HEADER)) == (200, noted)
+        assert model.idle_ttl_s is None
     await post(world, "/api/generate", prompt="Hi", stream=False, keep_alive=0)
     assert model.idle_ttl_s == 0
     await world.pool.expire_idle()
