@@ -25,7 +25,7 @@ from mlx_server.errors import ConfigError, ServeError
 from mlx_server.runtime.attention.backends import available_backends
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
 from mlx_server.runtime.layers.cpu import describe_native
-from mlx_server.runtime.machine import METAL, inspect_machine
+from mlx_server.runtime.machine import METAL, SLOW_BLAS, inspect_machine
 
 _NOT_WIRED = (
     "memory is not wired: macOS may unwire it when idle, and the next step is slower then; --wire-memory keeps it, at "
@@ -124,8 +124,7 @@ def _mlx(settings: MemoryConfig) -> list[str]:
     if METAL in machine.devices:
         lines.append(_WIRED if settings.wire_memory else _NOT_WIRED)
     if machine.is_blas_slow:
-        lines.append("note: OpenBLAS is some 40 times faster: apt-get install libopenblas0-pthread, then start with")
-        lines.append("./scripts/serve, which preloads it, or set LD_PRELOAD to its libblas.so.3 yourself")
+        lines.append(f"note: {SLOW_BLAS}")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import plistlib
 import re
@@ -25,6 +26,8 @@ from mlx_server.observability.logs import leave, survive_lost_streams
 
 if TYPE_CHECKING:
     from mlx_server.pool.model_pool import ModelPool
+
+logger = logging.getLogger(__name__)
 
 LABEL = "io.mlx-serve.server"
 
@@ -84,7 +87,10 @@ def _make_pool(config: Config) -> ModelPool:
 
     native.prepare()  # a first start compiles while the rest is imported
     from mlx_server.pool.model_pool import build_pool
+    from mlx_server.runtime.machine import SLOW_BLAS, is_blas_slow
 
+    if is_blas_slow():
+        logger.warning("%s.", SLOW_BLAS)
     return build_pool(config)
 
 

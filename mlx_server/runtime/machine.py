@@ -16,6 +16,11 @@ import mlx.core as mx
 from mlx_server.environment import raise_file_limit
 
 METAL = "Metal GPU"
+SLOW_BLAS = (
+    "OpenBLAS is some 40 times faster than the BLAS of MLX's Linux wheels: apt-get install libopenblas0-pthread, then "
+    "start with LD_PRELOAD=$(echo /usr/lib/*/openblas-pthread/libblas.so.3), which ./scripts/serve sets by itself"
+)
+"""What to do if `is_blas_slow`."""
 _SIZE = 512
 
 
@@ -32,7 +37,6 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Takes well under a second. Any thread."""
-    gflops = _matmul_gflops()  # first: it makes MLX load its BLAS
     openblas = _loaded_openblas()
     is_reference = platform.system() == "Linux" and openblas is None
     blas = "MLX's own, the reference BLAS" if is_reference else openblas or "Accelerate"
@@ -40,9 +44,14 @@ def inspect_machine() -> Machine:
         chip=str(mx.device_info().get("device_name", platform.processor())),
         devices=_devices(),
         blas=blas,
-        is_blas_slow=is_reference and mx.default_device() == mx.cpu,
-        matmul_gflops=gflops,
+        is_blas_slow=is_blas_slow(),
+        matmul_gflops=_matmul_gflops(),
     )
+
+
+def is_blas_slow() -> bool:
+    """Whether MLX computes on the CPU with the reference BLAS of its Linux wheels. Measures nothing. Any thread."""
+    return platform.system() == "Linux" and mx.default_device() == mx.cpu and _loaded_openblas() is None
 
 
 def _devices() -> tuple[str, ...]:

@@ -172,3 +172,19 @@ def test_what_cannot_be_written_is_dropped(lost: str):
     finally:
         os.close(writer)
     assert status.returncode == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac has no other BLAS")
+@pytest.mark.parametrize("library", [None, os.environ.get("LD_PRELOAD")])
+async def test_the_log_says_once_what_a_slow_blas_costs_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str | None
+):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    if library is not None:
+        monkeypatch.setenv("LD_PRELOAD", library)
+    async with python(tmp_path, "-m", "mlx_server", "serve", *MODEL, "--port", "0") as process:
+        assert "mlx-serve is ready" in await line_of(process)
+        process.terminate()
+        _, errors = await process.communicate()
+    is_fast = library is not None and "openblas" in library
+    assert errors.count(b"libopenblas0-pthread") == (not is_fast), errors.decode()
