@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ _LAUNCH_KEY_VARIABLE = "MLX_SERVE_LAUNCH_KEY"
 
 _FAR_OFF_MS = "3000000"
 _MIN_OUTPUT = 4096
+_MIN_CHAT = 4096
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,7 @@ def run_launch(args: argparse.Namespace) -> int:
     if program is None and not args.print:
         raise ServeError(f"{args.client} is not installed, or not on PATH. Install it: {client.install}")
     target = _target(args.url, args.model)
+    _warn_of_short_context(args.client, client, target)
     if args.print:
         setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN), "{folder}")
         print(_shown(setup, [args.client, *setup.arguments, *args.arguments]))
@@ -77,6 +80,20 @@ def _target(url: str, model: str | None) -> Target:
         raise ServeError(f"{server.url} lists no model {chosen}{hint} It has {', '.join(cards)}.")
     limit = cards[chosen].get("max_model_len")
     return Target(server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit)
+
+
+def _warn_of_short_context(name: str, client: Client, target: Target) -> None:
+    """Warns if the client's own prompt and an answer leave hardly anything of the context for a conversation."""
+    limit = target.max_model_len
+    if not client.num_prompt_tokens or limit is None:
+        return
+    if limit - _output_limit(limit) >= client.num_prompt_tokens + _MIN_CHAT:
+        return
+    print(
+        f"mlx-serve: warning: {target.model} has a context of {limit} tokens, and the prompt and tools of {name} alone "
+        f"have about {client.num_prompt_tokens}. Use a model with a longer context.",
+        file=sys.stderr,
+    )
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -142,10 +159,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: a command that installs it, and its settings, which get the path of the temporary folder."""
+    """A client: a command that installs it, and its settings, which get the path of the temporary folder.
+    `num_prompt_tokens` is about what its own prompt and tools have; 0 if it is not known."""
 
     install: str
     setup: Callable[[Target, str], Setup]
+    num_prompt_tokens: int = 0
 
 
 def _claude(target: Target, folder: str) -> Setup:
@@ -236,9 +255,9 @@ def _json(value: Any) -> str:
 
 
 CLIENTS: Mapping[str, Client] = {
-    "claude": Client("npm install -g @anthropic-ai/claude-code", _claude),
+    "claude": Client("npm install -g @anthropic-ai/claude-code", _claude, 20_000),
     "codex": Client("npm install -g @openai/codex", _codex),
-    "opencode": Client("npm install -g opencode-ai", _opencode),
+    "opencode": Client("npm install -g opencode-ai", _opencode, 5_000),
     "aider": Client("uv tool install aider-chat", _aider),
 }
 """By the programs that start them, which are their names in `mlx-serve launch`."""

@@ -95,6 +95,31 @@ def test_claude_gets_all_that_the_page_says(machine: Machine, monkeypatch: pytes
     assert not Path(path).parent.exists(), "deleted afterwards"
 
 
+@pytest.mark.parametrize(
+    ("client", "context", "words"),
+    [
+        ("claude", 32_768, ""),
+        (
+            "claude",
+            32_000,
+            "first has a context of 32000 tokens, and the prompt and tools of claude alone have about 20000.",
+        ),
+        ("opencode", 16_384, ""),
+        ("opencode", 8192, "have about 5000. Use a model with a longer context."),
+        ("codex", 8192, ""),
+        ("claude", None, ""),
+    ],
+)
+def test_a_context_too_short_for_the_client_is_told_before_it_starts(
+    machine: Machine, capsys: pytest.CaptureFixture[str], client: str, context: int | None, words: str
+):
+    machine.server.models = [{"id": "first", "max_model_len": context}]
+    assert machine.launch(client)[0] == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == bool(words)
+    assert words in told
+
+
 def test_codex_gets_a_provider_on_its_command_line(machine: Machine):
     _, seen = machine.launch("codex", "--model", "second/one", "--", "exec", "Hi")
     *pairs, command, prompt = seen["arguments"]
