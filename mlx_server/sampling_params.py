@@ -114,7 +114,8 @@ class SamplingParams:
             if value is not None:
                 _check(least <= value <= most, name, value, f"between {least} and {most}")
         if self.max_tokens is not None:
-            _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+            wanted = f"at most {self.max_tokens}, the most output tokens"  # each protocol has its own name for those
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, wanted)
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         if self.allowed_token_ids is not None:
             _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a non-empty list")

@@ -110,6 +110,20 @@ async def test_a_wrong_chat_names_its_parameter(world: World, body: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        ("/v1/chat/completions", {"messages": user("Hi"), "max_completion_tokens": 4}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 4}),
+    ],
+)
+async def test_too_many_tokens_at_least_are_refused_in_words_that_fit_each_protocol(
+    world: World, path: str, limit: dict[str, Any]
+):
+    message = (await world.http.post(path, json={**limit, "min_tokens": 5})).json()["error"]["message"]
+    assert message == "min_tokens must be at most 4, the most output tokens, got 5."
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "prompt"),
