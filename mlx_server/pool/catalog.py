@@ -122,7 +122,8 @@ class Catalog:
         pool = self._config.pool
         names = [name for folder in _folders(pool) for name in models_in(folder)]
         if pool.pulled_models:
-            names += [model.name for model in stored_models()]
+            # A pull that runs or was cut off leaves a model of the hub that is stored in part and cannot be found.
+            names += [model.name for model in stored_models() if find_pulled(model.name) is not None]
         for name in dict.fromkeys(names):
             if name not in self._by_name:
                 yield Offer(self._spec_of(name, name))

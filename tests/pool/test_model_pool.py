@@ -19,6 +19,7 @@ from mlx_server.engine.distributed.ranks import Ranks
 from mlx_server.engine.engine import EngineState
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.need import MemoryNeed
+from mlx_server.engine.models import store
 from mlx_server.engine.parts import Surroundings
 from mlx_server.errors import (
     EngineDeadError,
@@ -229,6 +230,17 @@ async def test_folders_and_pulled_models_are_offered_only_where_they_are_asked_f
     assert open_.pool.find("pulled").spec.root == str(tmp_path / "home" / "models" / "pulled")
     for world in (closed, open_):
         await world.pool.stop(0.0)
+
+
+async def test_a_model_that_is_being_pulled_is_not_offered(tmp_path: Path, monkeypatch):
+    """Lists of models are made of offers, each of which must be found."""
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    model_folder(tmp_path / "hub" / "models--owner--new" / "snapshots" / ("0" * 40))  # not yet named in refs/
+    scan = store.huggingface_hub.scan_cache_dir
+    monkeypatch.setattr(store.huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path / "hub"))
+    assert [model.name for model in store.stored_models()] == ["owner/new"]
+    async with world_of("a", pulled_models=True) as world:
+        assert [offer.name for offer in world.pool.offered()] == ["a"]
 
 
 async def test_names_in_settings_that_stand_for_nothing_are_reported(tmp_path: Path, monkeypatch):
