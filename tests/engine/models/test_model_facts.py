@@ -14,10 +14,11 @@ import pytest
 from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.models import facts as facts_module
-from mlx_server.engine.models.facts import ModelFacts, ModelFit, fits_of, read_facts
+from mlx_server.engine.models.facts import ModelFacts, ModelFit, fits_of, read_facts, read_preparation
 from mlx_server.engine.models.store import StoredModel
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.folder import read_headers
+from mlx_server.runtime.models.progress import shown
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1}
 TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
@@ -229,3 +230,13 @@ def test_each_model_is_told_whether_it_fits_whatever_the_others_are(
     assert large == ModelFit("F32", 64, 10**18, "no")
     assert refused == ModelFit("F32", 64, None, "no", "It is odd.")
     assert broken == ModelFit("F32", 64, None, "no", "its files are invalid (KeyError('vocab_size'))")
+
+
+def test_the_progress_of_a_model_that_is_being_prepared() -> None:
+    with shown("owner/model", "fetching", 100) as report:
+        report(20)
+        reading = read_preparation("owner/model")
+        assert reading is not None
+        assert (reading["stage"], reading["done_bytes"], reading["total_bytes"]) == ("fetching", 20, 100)
+        assert read_preparation("owner/other") is None
+    assert read_preparation("owner/model") is None
