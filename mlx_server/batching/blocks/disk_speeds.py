@@ -64,8 +64,8 @@ class ReadSpeed:
 
     def renew(self, read_s: float, now: float, *, is_late: bool) -> None:
         """A load has ended, and reads have been in progress for `read_s` in all. The speed of a load that is late, or
-        that was tried, replaces the old one."""
-        if read_s > self._read_s:
+        that was tried, replaces the old one. If nothing was read although it is not late, that says nothing."""
+        if read_s > self._read_s and (self.num_bytes or is_late):
             rate = max(self.num_bytes / (read_s - self._read_s), 1.0)
             self._bytes_per_s += (1.0 if is_late else self._gain) * (rate - self._bytes_per_s)
             self._renewed_s, self._gain = now, _READ_GAIN

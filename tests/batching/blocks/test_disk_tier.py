@@ -777,6 +777,20 @@ def test_a_load_that_the_disk_does_not_finish_makes_it_slow() -> None:
     assert not is_loaded_from(world, 20, 0.0)
 
 
+def test_loads_that_find_nothing_do_not_make_the_disk_slow() -> None:
+    """As when a full disk has dropped what it had: ten loads end at once, with nothing that was read."""
+    store, prompts = kept_each(10)
+    store.lost = set(store.blocks)
+    world = make_world(300, store=store)
+    world.runner.seconds = lambda step: 0.0
+    world.scheduler.learn(100, 1.0, 0.05)
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", tokens, 1))
+        store.read_time_s += 0.001
+        world.finish()
+    assert is_loaded_from(world, 20, 0.1)
+
+
 def test_callers_who_are_kept_apart_are_so_on_disk() -> None:
     world = make_world(store=(store := kept(extra_keys=("key:ada",))))
     world.add(make_request("a", LONG, 8, extra_keys=("key:bob",)))
