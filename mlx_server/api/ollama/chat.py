@@ -148,7 +148,7 @@ async def _load_or_unload(
     return call.finish(answer(call.name, "load"))
 
 
-_PART = re.compile(r"\bmessages\[(\d+)\]\.content\[(\d+)\]")
+_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 
 
 async def _plan(body: ChatRequest | GenerateRequest, call: OllamaCall) -> Plan:
@@ -157,10 +157,11 @@ async def _plan(body: ChatRequest | GenerateRequest, call: OllamaCall) -> Plan:
     try:
         plan = await call.exchange.plan(body.call)
     except InvalidRequestError as error:
-        message = _PART.sub(lambda found: body.sent_at(int(found[1]), int(found[2])), error.message)
-        if message == error.message:
+        place = _PART.match(error.param or "")
+        if place is None:
             raise
-        raise InvalidRequestError(message) from error
+        sent_at = body.sent_at(int(place[1]), int(place[2]))
+        raise InvalidRequestError(error.message.replace(place[0], sent_at)) from error
     if body.think and not plan.can_reason:
         raise InvalidRequestError(
             f'"{call.name}" does not support thinking. Leave think out, or set it to false.', "think"

@@ -290,6 +290,7 @@ async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):
         ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "messages[0].images[0] "),
         ("/api/chat", {"messages": [{"role": "user", "content": "Hi", "images": 5}]}, "messages[0].images must be"),
         ("/api/chat", {"messages": user([{"type": "image_url", "image_url": "x"}])}, "messages[0].content[0] is"),
+        ("/api/chat", {"messages": user([{"type": "messages[9].content[9]"}])}, "messages[0].content[0] is of type"),
         ("/api/generate", {"prompt": "Hi", "images": ["aGk="], "system": "x"}, "images[0] is"),
         ("/api/generate", {"prompt": "Hi", "context": [-1]}, "context has the token id -1"),
         ("/api/generate", {"prompt": "Hi", "context": [10**6]}, "context has the token id 1000000"),
