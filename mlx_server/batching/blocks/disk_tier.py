@@ -32,8 +32,9 @@ IDLE_S = 1.0
 _MAX_LOADS = 2
 
 _MAX_QUEUED = 32
-"""How many loads of its own or better tiers a request may find before it. If there are more, it does not start, nor do
-those behind it: so a step looks up this many prefixes at most, however many requests wait."""
+"""How many loads of its own or better tiers a request may find before it, not counting those that it has aged past. If
+there are more, it does not start, nor do those behind it: so a step looks up few prefixes, however many requests
+wait."""
 
 _AHEAD_BYTES = 2 * PIECE_BYTES
 """Contents of one load that may be read but not yet copied."""
@@ -259,8 +260,8 @@ class DiskTier:
         self._begin_next(now)
 
     def _num_before(self, request: Request) -> int:
-        loads = (*self._loads, *self._queue)
-        return sum([load.wanted_by.priority <= request.priority for load in loads])
+        key, wanted_by = self._waiting.key, [load.wanted_by for load in (*self._loads, *self._queue)]
+        return sum([other.priority <= request.priority and key(other) <= key(request) for other in wanted_by])
 
     def _seek(self, request: Request, now: float) -> bool:
         """Looks up a waiting request, and queues a load if that pays. Whether the request is parked."""

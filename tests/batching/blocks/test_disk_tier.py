@@ -574,6 +574,25 @@ def test_so_many_loads_may_wait_and_better_tiers_pass_them(monkeypatch: pytest.M
     assert len(sought) == 8 * 10
 
 
+def test_loads_of_better_tiers_do_not_hold_up_who_has_aged_past_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HIGH comes all the time with more prefixes than the disk can read; LOW has none there."""
+    monkeypatch.setattr("mlx_server.batching.blocks.disk_tier._MAX_QUEUED", 4)
+    store, prompts = kept_each(60, 3)
+    world = make_world(300, store=store, aging_rate=0.1)
+    world.step_s = 1.0
+    for number, tokens in enumerate(prompts):
+        world.add(make_request(f"a{number}", tokens, 1, priority=Priority.HIGH, arrival_s=world.now))
+        if number == 5:
+            world.add(make_request("low", prompt(3 * BLOCK_SIZE, first=5000), 4, priority=Priority.LOW))
+        if number > 3:
+            store.arrive(2)
+            if world.schedule() is not None:
+                world.deliver()
+    assert "low" in world.reasons
+    world.finish()
+    world.check_tokens()
+
+
 def test_a_load_that_waits_for_its_turn_is_not_made_for_a_request_that_has_left() -> None:
     store, prompts = kept_each(4)
     world = make_world(200, store=store)
