@@ -19,6 +19,7 @@ them alone must allow the members of the others:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -223,26 +224,31 @@ def check_references(root: Any) -> None:
     an `anyOf` or `oneOf`, or in a member or item that each value of it must have. llguidance notices it only when an
     output has come there, or lets the output nest without end. Lists and trees that may end are fine.
     """
+    found: dict[str, _Need] = {}
+    references: list[str] = []
+    waiting: dict[str, list[_Need]] = {}  # by a reference, what needs a value of it
+
+    def refer(reference: str, need: _Need | None) -> None:
+        if need is not None:
+            need.num_missing += 1
+            waiting.setdefault(reference, []).append(need)
+        if reference not in found:
+            found[reference] = _Need(None, reference)
+            references.append(reference)
+
+    changed_schema(root, lambda schema: None if (one := _reference(schema)) is None else refer(one, None))
+    for reference in references:  # grows: they may be in values that something refers to
+        _add_needs(referenced(root, reference), found[reference], refer)
+    ended = [one for one in found.values() if not one.num_missing]
     ends: set[str] = set()  # references that a finite value fits
-    waiting: dict[str, list[str]] = {}  # by a reference, those that may end once it does
-    found: dict[str, None] = {}
-    pending: list[str] = []
-
-    def collect(reference: str | None) -> None:
-        if reference is not None and reference not in found:
-            found[reference] = None
-            pending.append(reference)
-
-    changed_schema(root, lambda schema: collect(_reference(schema)))
-    while pending:
-        reference = pending.pop()
-        hindrances = _hindrances(referenced(root, reference), ends)
-        if not hindrances and reference not in ends:
-            ends.add(reference)
-            pending += waiting.pop(reference, ())
-        for hindrance in hindrances:
-            collect(hindrance)  # it may be in a value that something refers to
-            waiting.setdefault(hindrance, []).append(reference)
+    while ended:
+        one = ended.pop()
+        if one.above is None:
+            ends.add(one.reference)
+        for other in waiting.pop(one.reference, ()) if one.above is None else (one.above,):
+            other.num_missing -= 1
+            if other.num_missing == 0:
+                ended.append(other)
     chain: set[str] = set()
     loose = [reference for reference in found if reference not in ends][:1]
     for reference in loose:  # follows it until it comes back
@@ -250,6 +256,32 @@ def check_references(root: Any) -> None:
             raise ValueError(f"the reference {reference} leads only to itself, so no value can fit it")
         chain.add(reference)
         loose += list(_hindrances(referenced(root, reference), ends))[:1]
+
+
+@dataclass(slots=True, eq=False)
+class _Need:
+    """How many parts of a schema lack a finite value. The schema is the target of `reference`, or else an `anyOf` or
+    `oneOf`, of which one branch is enough, or a branch, within what is `above`."""
+
+    above: _Need | None
+    reference: str = ""
+    num_missing: int = 0
+
+
+def _add_needs(schema: Any, need: _Need, refer: Callable[[str, _Need], None]) -> None:
+    """Adds what the schema needs, as long as no reference has a value; calls `refer` for each reference."""
+    for part in _all_of(schema):
+        _add_needs(part, need, refer)
+    for key in ("anyOf", "oneOf"):
+        either = _Need(need)
+        branches = [_Need(either) for _ in _listed(schema, key)]
+        for branch, own in zip(_listed(schema, key), branches, strict=True):
+            _add_needs(branch, own, refer)
+        if branches and all(own.num_missing for own in branches):
+            either.num_missing = 1
+            need.num_missing += 1
+    if (reference := _reference(schema)) is not None:
+        refer(reference, need)
 
 
 def _hindrances(schema: Any, ends: Set[str]) -> dict[str, None]:
@@ -272,7 +304,7 @@ def _all_of(schema: Any) -> Iterator[Any]:
         return
     properties, least = schema.get("properties"), schema.get("minItems")
     if schema.get("type") in ("object", ["object"]) and isinstance(properties, Mapping):
-        required = _listed(schema, "required")
+        required = {name for name in _listed(schema, "required") if isinstance(name, str)}
         yield from (value for name, value in properties.items() if name in required)
     if schema.get("type") in ("array", ["array"]) and isinstance(least, int | float):
         first = _listed(schema, "prefixItems")

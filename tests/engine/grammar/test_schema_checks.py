@@ -12,8 +12,10 @@ from mlx_server.engine.grammar.schema import (
     changed_schema,
     check_length,
     check_patterns,
+    check_references,
     checked_schema,
     keep_bounds,
+    referenced,
 )
 from mlx_server.errors import InvalidRequestError
 
@@ -135,3 +137,20 @@ def test_schemas_are_changed_from_inside_out_and_values_are_not() -> None:
     schema = {"title": "d", "properties": names, "items": [{"title": "c"}], "default": {"title": "e"}}
     changed_schema(schema, lambda inner: seen.append(inner["title"]) if "title" in inner else None)
     assert seen == ["a", "b", "c", "d"]
+
+
+def test_each_reference_is_followed_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which the members of `all` turn out one by one to have an end: a worst case."""
+    count = 100
+    followed: list[str] = []
+    members = {str(index): {"$ref": f"#/a/{index}"} for index in range(count)}
+    every = {"type": "object", "properties": members, "required": list(members)}
+    root = {"prefixItems": [*members.values()][::-1], "items": {"$ref": "#/all"}, "a": {name: {} for name in members}}
+
+    def counted(root: Any, reference: str) -> Any:
+        followed.append(reference)
+        return referenced(root, reference)
+
+    monkeypatch.setattr("mlx_server.engine.grammar.schema.referenced", counted)
+    check_references({**root, "all": every})
+    assert len(followed) == count + 1
