@@ -284,7 +284,8 @@ class DiskTier:
         return self._waiting.parks(request, now)
 
     def _begin_next(self, now: float) -> None:
-        """Begins the loads whose turn it is. Drops those whose requests have left, or that have no room."""
+        """Begins the loads whose turn it is. Drops those whose requests have left, whose prefixes have been computed
+        meanwhile, or that have no room."""
         while self._queue and len(self._loads) < _MAX_LOADS:
             load = min(self._queue, key=lambda load: (load.wanted_by.priority, load.wanted_by.arrival_s))
             self._queue.remove(load)
@@ -294,6 +295,8 @@ class DiskTier:
     def _begin(self, load: _Load, now: float) -> bool:
         request, end = load.wanted_by, load.end
         load.first, load.began_s = len(self._blocks.find_prefix(request)), now
+        if load.first >= end:
+            return False
         seen = self._blocks.seen(request, end)
         num_blocks = sum([block is None or not block.ref_cnt for _, _, block in seen])
         if not self._blocks.make_room(num_blocks + self._room_beside()):

@@ -609,6 +609,27 @@ def test_a_load_that_waits_for_its_turn_is_not_made_for_a_request_that_has_left(
     assert world.scheduler.blocks.num_free_blocks == 200
 
 
+def test_a_load_that_waits_for_its_turn_is_not_made_of_what_was_computed_meanwhile() -> None:
+    store, prompts = kept_each(3)
+    stored = {digest: store.blocks.pop(digest) for digest in kept(prompts[2]).blocks}
+    world = make_world(400, store=store, max_num_batched_tokens=64, deduplicate_prefixes=False)
+    longer = [*prompts[2][: 10 * BLOCK_SIZE], *prompt(40 * BLOCK_SIZE, first=3000)]
+    world.add(make_request("computes", longer, 1))
+    world.step()
+    store.blocks.update(stored)
+    for number in range(2):
+        world.add(make_request(f"a{number}", prompts[number], 1))
+    world.step()
+    world.add(request := make_request("waits", longer[: 30 * BLOCK_SIZE], 1))
+    for _ in range(12):
+        world.step()
+    world.finish()
+    world.check_tokens()
+    assert request.num_cached_tokens == 29 * BLOCK_SIZE
+    assert (world.scheduler.counters.num_disk_loads, store.num_read) == (2, 20)
+    assert world.scheduler.counters.num_prompt_tokens_from_disk == 20 * BLOCK_SIZE
+
+
 def test_others_decode_while_a_prefix_is_loaded() -> None:
     world = make_world(store=(store := kept()), is_async=True)
     world.add(make_request("stream", 20, 60))
