@@ -279,6 +279,9 @@ class DiskTier:
             return False
         holder = self._holder(request, end)
         self._waiting.start(holder, is_load=True)
+        if not self._waiting.parks(request, now):  # it may wait no longer, or a worse tier computes the prefix
+            self._waiting.stop(holder.request_id)
+            return False
         self._queue.append(_Load(holder, request, end, now))
         self._begin_next(now)
         return self._waiting.parks(request, now)

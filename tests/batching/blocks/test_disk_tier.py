@@ -630,6 +630,24 @@ def test_a_load_that_waits_for_its_turn_is_not_made_of_what_was_computed_meanwhi
     assert world.scheduler.counters.num_prompt_tokens_from_disk == 20 * BLOCK_SIZE
 
 
+def test_nothing_is_loaded_for_a_request_that_does_not_wait_for_it() -> None:
+    """A worse tier computes the prefix, and better ones do not wait for that."""
+    store, (tokens,) = kept_each(1, 40)
+    stored = {**store.blocks}
+    store.blocks.clear()
+    world = make_world(400, store=store, max_num_batched_tokens=64)
+    world.add(make_request("low", tokens, 1, priority=Priority.LOW))
+    world.step()
+    store.blocks.update(stored)
+    world.add(make_request("high", tokens, 1, priority=Priority.HIGH))
+    world.schedule()
+    assert "high" in world.running_ids()
+    assert (world.scheduler.counters.num_disk_loads, store.reads) == (0, [])
+    world.deliver()
+    world.finish()
+    world.check_tokens()
+
+
 def test_others_decode_while_a_prefix_is_loaded() -> None:
     world = make_world(store=(store := kept()), is_async=True)
     world.add(make_request("stream", 20, 60))
