@@ -197,10 +197,10 @@ class AsyncEngine:
             self.shorten_drain(drain_timeout_s)
             if self._streams:
                 await self._drain_over.wait()
-            for request_id in self._fail_streams(
-                lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
-            ):
-                self.scheduler.finish_request(request_id, FinishReason.ERROR)
+        for request_id in self._fail_streams(
+            lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
+        ):
+            self.scheduler.finish_request(request_id, FinishReason.ERROR)
         if self._parts is not None:
             self._parts.watch.leave(*self._parts.guards)
             self._parts.scheduler.stop()

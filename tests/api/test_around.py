@@ -181,6 +181,7 @@ async def test_rendering_works_while_the_engine_is_full(world: World):
     assert (first["model"], first["features"], first["cache_salt"]) == ("fake", None, "s")
     assert first["sampling_params"]["max_tokens"] == 9
     assert first["sampling_params"]["temperature"] == 0.5
+    assert "is_scoring" not in first["sampling_params"]
     assert (await world.complete()).status_code == 503
 
 

@@ -385,6 +385,20 @@ async def test_a_drain_can_be_made_shorter_but_not_longer(folder):
         assert engine.state is EngineState.STOPPED
 
 
+async def test_who_stops_again_fails_what_the_first_left_open(folder):
+    async with engine_of(folder) as engine:
+        stream = engine.submit(ask("a", sampling=greedy(250)))
+        await anext(stream)
+        stopping = asyncio.create_task(engine.stop(drain_timeout_s=300.0))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await engine.stop()
+        with pytest.raises(OverloadedError, match="shut down"):
+            await read(stream)
+
+
 async def test_a_failed_step_fails_every_request_and_kills_the_engine(folder, monkeypatch):
     async with engine_of(folder, max_num_seqs=2) as engine:
         streams = [engine.submit(ask(f"r{i}", sampling=greedy(100))) for i in range(4)]

@@ -121,13 +121,14 @@ async def render_completion(body: CompletionRequest, request: Request, context: 
 
 
 def _rendered(exchange: Exchange, prompt: Prompt) -> dict[str, Any]:
-    body = exchange.body
+    body, sampling = exchange.body, dataclasses.asdict(exchange.sampling)
+    del sampling["is_scoring"]  # known to this server alone
     return {
         "request_id": exchange.request_id,
         "model": exchange.model_name,
         "token_ids": list(prompt.token_ids),
         "features": None,
-        "sampling_params": {**dataclasses.asdict(exchange.sampling), "n": body.num_samples},
+        "sampling_params": {**sampling, "n": body.num_samples},
         "stream": bool(body.stream),
         "cache_salt": body.cache_salt,
         "priority": body.priority or 0,

@@ -261,10 +261,10 @@ class GrammarConstraint:
         """If a grammar forces the text of an end-of-sequence token, llguidance offers the token, which would end the
         output, but accepts only the spelling. Offers the first token of that."""
         changed = bytearray(self._without_eos(mask))
-        if bytes(changed) != mask:
-            token_id = 8 * (len(mask) - len(mask.lstrip(b"\0"))) + mask.strip(b"\0")[0].bit_length() - 1
-            first = self._vocabulary.greedy_tokenize(self._vocabulary.decode_str([token_id]))[0]
-            changed[first // 8] |= 1 << first % 8
+        for token_id in self._eos_token_ids:
+            if mask[token_id // 8] >> token_id % 8 & 1:
+                first = self._vocabulary.greedy_tokenize(self._vocabulary.decode_str([token_id]))[0]
+                changed[first // 8] |= 1 << first % 8
         return bytes(changed)
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
