@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from prometheus_client.core import CounterMetricFamily
 
 from mlx_server.api.app import create_app
 from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, ServerConfig
 from mlx_server.model_entries import ModelEntry
+from mlx_server.observability.series import SERVER_SERIES
 from mlx_server.pool.model_pool import build_pool
 from tests.engine_worlds import make_folder
 from tests.observability.test_metrics import names
@@ -75,7 +77,11 @@ async def test_everything_that_dashboards_read_is_there_after_one_request(scrape
 
 
 def test_the_series_that_the_documentation_names_are_there(scrape: bytes):
+    """Those of parts that this server lacks are declared at least."""
     exposed = set(re.findall(r"^# TYPE (\S+)", scrape.decode(), re.MULTILINE))
+    for family in (family for part in ("kv_disk", "kv_events", "shared_store") for family in SERVER_SERIES[part]):
+        name = family.name.partition("{")[0]
+        exposed.add(name + "_total" if family.kind is CounterMetricFamily else name)
     text = "".join((ROOT / "docs" / name).read_text() for name in ("observability.md", "memory.md", "models.md"))
     assert set(re.findall(r"`((?:mlx_serve:|vllm:|http_)\w+)`", text)) - exposed == set()
 

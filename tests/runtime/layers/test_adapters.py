@@ -273,9 +273,10 @@ def test_an_adapter_that_cannot_differ_by_request_is_the_models_own(kind: str, t
     expected = wanted(folder, {"tuned": adapter}, prompts, MAX_TOKENS, ["tuned"] * len(prompts))
     with LLM(str(folder), adapters=[str(adapter)], **CROWDED) as llm:
         assert llm.engine.model_name == "base:tuned"
-        assert worst_error(answer(llm, prompts, MAX_TOKENS, adapters), expected) < 1e-4
-        with pytest.raises(ModelNotFoundError, match=r"`base:tuned` does not exist. Available: base:tuned"):
-            answer(llm, prompts[:1], (1,), ["tuned"])
+        for asked in (adapters, ["tuned"] * len(prompts)):
+            assert worst_error(answer(llm, prompts, MAX_TOKENS, asked), expected) < 1e-4
+        with pytest.raises(ModelNotFoundError, match=r"`base:other` does not exist. Available: base:tuned"):
+            answer(llm, prompts[:1], (1,), ["other"])
 
 
 @pytest.mark.parametrize(
