@@ -371,12 +371,18 @@ async def test_streams_that_outlast_the_drain_end_with_an_error(folder):
         assert errors[0] is not errors[1]
 
 
+async def begin_drain(engine: AsyncEngine) -> tuple[RequestStream, asyncio.Task[None]]:
+    """Stops an engine that is to wait for an open request for five minutes."""
+    stream = engine.submit(ask("a", sampling=greedy(250)))
+    await anext(stream)
+    stopping = asyncio.create_task(engine.stop(drain_timeout_s=300.0))
+    await asyncio.sleep(0)
+    return stream, stopping
+
+
 async def test_a_drain_can_be_made_shorter_but_not_longer(folder):
     async with engine_of(folder) as engine:
-        stream = engine.submit(ask("a", sampling=greedy(250)))
-        await anext(stream)
-        stopping = asyncio.create_task(engine.stop(drain_timeout_s=300.0))
-        await asyncio.sleep(0)
+        stream, stopping = await begin_drain(engine)
         engine.shorten_drain(0.0)
         engine.shorten_drain(300.0)
         with pytest.raises(OverloadedError, match="shut down"):
@@ -387,10 +393,7 @@ async def test_a_drain_can_be_made_shorter_but_not_longer(folder):
 
 async def test_who_stops_again_fails_what_the_first_left_open(folder):
     async with engine_of(folder) as engine:
-        stream = engine.submit(ask("a", sampling=greedy(250)))
-        await anext(stream)
-        stopping = asyncio.create_task(engine.stop(drain_timeout_s=300.0))
-        await asyncio.sleep(0)
+        stream, stopping = await begin_drain(engine)
         stopping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopping
