@@ -630,6 +630,25 @@ def test_a_load_that_waits_for_its_turn_is_not_made_of_what_was_computed_meanwhi
     assert world.scheduler.counters.num_prompt_tokens_from_disk == 20 * BLOCK_SIZE
 
 
+def test_a_prefix_whose_blocks_a_load_takes_as_a_request_starts_is_not_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(store=FakeStore())
+    world.add(make_request("first", LONG, 1))
+    world.finish()
+    assert world.scheduler.disk is not None
+
+    def defers(request: object, now: float) -> bool:
+        """As if another load began with all blocks that nobody uses."""
+        assert world.scheduler.blocks.reset_prefix_cache()
+        return False
+
+    monkeypatch.setattr(world.scheduler.disk, "defers", defers)
+    before = num_computed(world)
+    world.add(make_request("second", LONG, 1))
+    world.finish()
+    world.check_tokens()
+    assert num_computed(world) - before == len(LONG)
+
+
 def test_nothing_is_loaded_for_a_request_that_does_not_wait_for_it() -> None:
     """A worse tier computes the prefix, and better ones do not wait for that."""
     store, (tokens,) = kept_each(1, 40)
