@@ -152,6 +152,7 @@ class Request:
       together (the smaller of what the context length and `max_tokens` allow).
     - `extra_keys` separate the prefix cache (tenant, then salt). So does `adapter`, the name of one of the model's
       adapters, or `adapter_key` where that name does not identify the adapter well enough.
+    - The clients of a tier share it equally, and `client` is whose request this is.
     - `arrival_s` is on the scheduler's clock. `prediction_token_ids` are what the client expects most of the output to
       be.
     - With `pooling` there is no output: the request ends with its prompt, of which nothing stays in the prefix cache.
@@ -170,6 +171,7 @@ class Request:
     adapter: str | None = None
     adapter_key: str | None = None
     tier: str = "default"
+    client: str = ""
     constraint: TokenConstraint | None = None
     prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None

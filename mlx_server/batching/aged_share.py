@@ -60,12 +60,13 @@ class AgedShare:
         self._started.clear()
 
     def promoted(self, now: float) -> Request | None:
-        """The oldest waiting request, if it is of a worse tier than the next in turn and the share has room for it."""
+        """The next request of the tier with the most urgent one, if that is not the best tier that waits, and the share
+        has room for the request."""
         heads = self._waiting.heads(now)
         if len(heads) < 2:
             return None
-        oldest = min(heads, key=self._waiting.turn)
-        return None if oldest is heads[0] or not self.may_promote(oldest) else oldest
+        first = min(heads, key=lambda head: self._waiting.oldest_age(head.priority))
+        return None if first is heads[0] or not self.may_promote(first) else first
 
     def may_promote(self, request: Request) -> bool:
         """Whether the share of seats and blocks has room for one more request.
@@ -85,7 +86,11 @@ class AgedShare:
         """The most urgent prompt by age, if it is of a worse tier than `first`; else None."""
         promoted = self.promoted(now)
         able = prefilling if promoted is None else [*prefilling, promoted]
-        oldest = min(able, key=self._waiting.key, default=first)
+
+        def urgency(request: Request) -> tuple[bool, float]:
+            return not request.is_promoted and request is not promoted, self._waiting.key(request)
+
+        oldest = min(able, key=urgency, default=first)
         return oldest if oldest.priority > first.priority else None
 
     def num_kept(self, aged: Request, wanted: int, first: Request, num_tokens: int) -> int:

@@ -1,5 +1,5 @@
 """Decides which requests start, how many tokens of a step each prompt gets, and who is preempted: the rules of
-docs/scheduling.md, one section for each; rule 4 is in aged_share.py.
+docs/scheduling.md, one section for each; rule 4 is in aged_share.py, rule 5 in fair_order.py.
 
 `Policy` keeps what must be remembered between steps, `Step` what has been decided in one step. The policy decides, and
 notes in the step why a request may not start (`closed_because`, `no_overtaking`); `why_not` reads these notes.
@@ -63,7 +63,7 @@ class Policy:
         self._limits = limits
         self._budget = budget
         self._is_device_shared = is_device_shared
-        self._work = table.waiting.work
+        self._work, self._turn = table.waiting.work, table.waiting.turn
         self._recent, self._images = RecentPrompts(), ImageTurns()
         self._aged = AgedShare(table, limits)
         self._sat_out_for = math.inf  # the tier for whose prompts worse tiers sat out the last step
@@ -71,6 +71,7 @@ class Policy:
     def share_out(self, step: Step, prefilling: list[Request]) -> None:
         """Shares the prompt tokens of a step (`step.given`) out to running requests with prompt left to compute and to
         waiting requests, which it starts."""
+        self._waiting.settle()
         self._images.begin(prefilling)
         self._share_out(step, prefilling)
         if not step.given and not step.requests and self._images.pass_turn(step):
@@ -79,7 +80,7 @@ class Policy:
     def _share_out(self, step: Step, prefilling: list[Request]) -> None:
         """Tier by tier, the best first. The aged prompt's part is kept free and given to it; if it does not use all of
         its part, the tiers share the rest in a second pass."""
-        first = min(_some(*prefilling, self._next_to_start(step)), key=_turn, default=None)
+        first = min(_some(*prefilling, self._next_to_start(step)), key=self._turn, default=None)
         if first is None:
             return
         most, beside = self._shares(step.now, first, prefilling, step.num_decode_tokens)
@@ -136,6 +137,7 @@ class Policy:
             step.block_ids[request.request_id] = block_ids
         most = request.num_tokens if _is_whole(request) else num_tokens
         step.given[request] = with_whole_images(request, min(self._wanted(request), step.given[request] + most))
+        self._waiting.give(request, step.given[request])
 
     def _wanted(self, request: Request) -> int:
         """How many prompt tokens of a request the next step may compute at most; a chunk ends where recurrent state is
@@ -186,7 +188,7 @@ class Policy:
         may_sit_out = first.priority < self._sat_out_for and step.given.total() < end
         return may_sit_out and any(request.priority <= first.priority for request in step.given)
 
-    # --- rule 5: half of a tier's tokens for the least work, half for the oldest ----------------------------
+    # --- rule 6: half of a tier's tokens for the least work, half for the oldest ----------------------------
 
     def _serve_tier(self, step: Step, priority: int, prefilling: list[Request], most: int) -> None:
         """Gives tokens to prompts of one tier, until all prompts of the step have `most`.
@@ -216,13 +218,13 @@ class Policy:
         """The next prompt of a tier to get tokens, of the running ones that are `able` and the waiting ones that may
         start: the oldest, or the one with the least work left, the oldest among equals."""
         is_open = self._why_closed(step) is None
-        waiting = self._waiting.oldest(priority, step.now) if is_open else None
-        oldest = min(_some(*able, waiting), key=_turn, default=None)
+        waiting = self._waiting.first(priority, step.now) if is_open else None
+        oldest = min(_some(*able, waiting), key=self._turn, default=None)
         if oldest is None or not by_work:
             return oldest
         return min(_some(oldest, *able, self._shortest(step, priority) if is_open else None), key=self._work)
 
-    # --- rule 6: which requests start -----------------------------------------------------------------------
+    # --- rule 7: which requests start -----------------------------------------------------------------------
 
     def _next_to_start(self, step: Step) -> Request | None:
         """The waiting request for whose start a step is composed: the oldest of the best tier, or else its shortest;
@@ -244,7 +246,7 @@ class Policy:
         and may take the last free seat ahead of it only once. So it waits for room at most about twice as long as in
         order of arrival. Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first.
         """
-        oldest, shortest = self._waiting.oldest(priority, step.now), self._waiting.shortest(priority, step.now)
+        oldest, shortest = self._waiting.first(priority, step.now), self._waiting.shortest(priority, step.now)
         if oldest is None or shortest is None or shortest is oldest:
             return oldest
         if step.no_overtaking is not None or (oldest.has_lost_seat and self._is_last_seat(step.now)):
@@ -266,7 +268,7 @@ class Policy:
         promoted, why = self._aged.promoted(step.now), self._why_closed(step)
         if why is not None and (request is not promoted or why is _HELD):
             return None
-        oldest = self._waiting.oldest(request.priority, step.now)
+        oldest = self._waiting.first(request.priority, step.now)
         if self._waiting.parked_for(request) is not None:
             return None
         prefix = self._blocks.find_prefix(request)
@@ -317,7 +319,7 @@ class Policy:
         num_kept = len(running) - len(self._worse_tiers(request))
         return num_seats, num_blocks + headroom(running[:num_kept], blocks.groups.windows)
 
-    # --- rule 7: which requests are preempted ---------------------------------------------------------------
+    # --- rule 8: which requests are preempted ---------------------------------------------------------------
 
     def preempt_worse(self, step: Step) -> None:
         """Preempts the fewest running requests of worse tiers that make room for the next waiting request: the oldest
@@ -351,7 +353,7 @@ class Policy:
         """Promotes running requests that `request` may preempt although they have aged past it and past all waiting
         ones, while the aged share has room: they keep their seats. Whether there is such a request."""
         key = self._waiting.key
-        least = min(map(key, (request, *self._waiting.heads(now))))
+        least = min(key(request), *[self._waiting.oldest_age(head.priority)[0] for head in self._waiting.heads(now)])
         aged = sorted((other for other in self._worse_tiers(request) if key(other) <= least), key=key)
         for count, other in enumerate(aged):
             if not self._aged.may_promote(other):
@@ -374,12 +376,12 @@ class Policy:
         prefilling = [other for other in running if not other.num_in_flight and is_prefilling(other)]
         before = [other for other in prefilling if other.priority <= request.priority]
         num_steps = 2 if self._table.submitted else 1
-        first = min([*before, request], key=_turn)
+        first = min([*before, request], key=self._turn)
         most, _ = self._shares(step.now, first, prefilling, len(running) - len(prefilling))
         wanted = {other: min(self._work(other), num_steps * self._wanted(other)) for other in before}
         left = num_steps * most - sum(wanted[o] for o in before if o.priority < request.priority)
         mates = [other for other in before if other.priority == request.priority]
-        before_it = mates if any(_turn(other) <= _turn(request) for other in mates) else []
+        before_it = mates if any(self._turn(other) <= self._turn(request) for other in mates) else []
         shorter = [other for other in mates if self._work(other) < self._work(request)]
         return sum(map(wanted.__getitem__, before_it)) < left or sum(map(wanted.__getitem__, shorter)) < left // 2
 
@@ -439,8 +441,3 @@ def _some(*requests: Request | None) -> list[Request]:
 def _is_whole(request: Request) -> bool:
     """Whether an input must be computed in one step."""
     return request.pooling is not None and request.pooling.is_whole
-
-
-def _turn(request: Request) -> tuple[int, float]:
-    """The order of prompts in a step: by tier, then by arrival."""
-    return request.priority, request.arrival_s

@@ -1,65 +1,28 @@
-"""The waiting requests: ordered by tier and age, by the work left, or parked until a shared prefix is computed."""
+"""The waiting requests: by tier, client and age, by the work left, or parked until a shared prefix is computed."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.fair_order import FairOrder, OrderedRequests
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request, RequestStatus
 
 MAX_PREFIX_WAIT_S = 60.0
 """The longest that a request stays parked for a prefix that another request computes."""
 
-_Entry = tuple[float, float, int, Request]
-"""Key, arrival, push number, request."""
-
-
-class OrderedRequests:
-    """Requests ordered by a key, the smallest first; ties go to the earlier arrival, then to the earlier push.
-
-    A sorted list, because `push` and `remove` only move pointers: 80 KB of them in a queue of 10,000. A heap with lazy
-    deletion would need more code for no gain at that length.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[_Entry] = []
-        self._entry_of: dict[str, _Entry] = {}
-        self._num_pushes = 0
-
-    def __iter__(self) -> Iterator[Request]:
-        """In order. The list must not change during the iteration."""
-        return (entry[3] for entry in self._entries)
-
-    def push(self, request: Request, key: float) -> None:
-        """Adds a request, which must not be in the list."""
-        self._num_pushes += 1
-        entry = self._entry_of[request.request_id] = (key, request.arrival_s, self._num_pushes, request)
-        insort(self._entries, entry)
-
-    def remove(self, request: Request) -> None:
-        """Removes a request from any place."""
-        entry = self._entry_of.pop(request.request_id)
-        del self._entries[bisect_left(self._entries, entry)]
-
-    def first(self) -> Request | None:
-        """The request with the smallest key, which stays in the list."""
-        return self._entries[0][3] if self._entries else None
-
-    def check_integrity(self) -> None:
-        """Asserts that the list is sorted and has exactly one entry for each request."""
-        assert self._entries == sorted(self._entry_of.values()), "a list of requests is out of order"
-
 
 class PriorityQueueWithAging:
     """The waiting requests of one scheduler.
 
-    Each tier has two orders, by age and by work. The work of a request is what it would compute if it started now: its
+    Each tier has two orders, by turn and by work. The turn is the age of a client's requests, and between clients what
+    was computed for them (`FairOrder`). The work of a request is what it would compute if it started now: its
     tokens that are not cached. The queue remembers how many blocks of a request were cached at the last look. That
     number is still right, and checked in O(1), if the cached prefix still ends there.
 
@@ -81,7 +44,7 @@ class PriorityQueueWithAging:
         self._aging_rate = aging_rate
         self._blocks = blocks
         self._deduplicates = deduplicates
-        self._by_age: defaultdict[int, OrderedRequests] = defaultdict(OrderedRequests)
+        self._by_turn: defaultdict[int, FairOrder] = defaultdict(FairOrder)
         self._by_work: defaultdict[int, OrderedRequests] = defaultdict(OrderedRequests)
         self._num_cached: dict[str, int] = {}  # cached blocks of each waiting request at the last look
         self._owners: dict[bytes, Request] = {}  # the running request that computes a block, by its hash
@@ -97,7 +60,8 @@ class PriorityQueueWithAging:
 
     def __iter__(self) -> Iterator[Request]:
         """By effective priority, parked requests last. The queue must not change during the iteration."""
-        by_age = heapq.merge(*self._by_age.values(), key=self.turn)
+        clients = chain.from_iterable(tier.by_client() for tier in self._by_turn.values())
+        by_age = heapq.merge(*clients, key=self.age)
         return chain(by_age, *[parked.values() for parked in self._parked.values()])
 
     @property
@@ -109,11 +73,13 @@ class PriorityQueueWithAging:
         """Adds a request."""
         assert request.request_id not in self._num_cached, f"{request} waits already"
         self._num_cached[request.request_id] = 0
+        self._by_turn[request.priority].begin_to_wait(request)
         self._enter(request)
 
     def remove(self, request: Request) -> None:
         """Removes a request that starts or has ended."""
         self._leave(request)
+        self._by_turn[request.priority].end_to_wait(request)
         del self._num_cached[request.request_id]
         if self._parked_since.pop(request.request_id, None) is not None:
             self._to_expire.pop(request.request_id, None)
@@ -124,9 +90,17 @@ class PriorityQueueWithAging:
         """The order of effective priorities without the time: a smaller key goes first."""
         return request.priority + self._aging_rate * request.arrival_s
 
-    def turn(self, request: Request) -> tuple[float, float]:
+    def age(self, request: Request) -> tuple[float, float]:
         """The order of effective priorities, the earlier arrival first among equals."""
         return self.key(request), request.arrival_s
+
+    def turn(self, request: Request) -> tuple[int, int, float]:
+        """The order of waiting and running requests: by tier, then by what their clients have had, then by age."""
+        return request.priority, *self._by_turn[request.priority].turn(request)
+
+    def oldest_age(self, priority: int) -> tuple[float, float]:
+        """The `age` of a tier's oldest request that is not parked; there must be one."""
+        return min(map(self.age, self._by_turn[priority].heads()))
 
     def effective_priority(self, request: Request, now: float) -> float:
         """The priority less what the request has gained by waiting until `now`."""
@@ -140,16 +114,16 @@ class PriorityQueueWithAging:
         return request.num_tokens - num_cached * BLOCK_SIZE
 
     def heads(self, now: float) -> list[Request]:
-        """The oldest request of each tier, the best tier first. Found once a step, and again after each change of the
+        """The first request of each tier, the best tier first. Found once a step, and again after each change of the
         queue."""
         if self._heads is None:
-            oldest = [self.oldest(priority, now) for priority in sorted(self._by_age)]
-            self._heads = [request for request in oldest if request is not None]
+            first = [self.first(priority, now) for priority in sorted(self._by_turn)]
+            self._heads = [request for request in first if request is not None]
         return self._heads
 
-    def oldest(self, priority: int, now: float) -> Request | None:
-        """The oldest request of a tier that is not parked."""
-        tier = self._by_age[priority]
+    def first(self, priority: int, now: float) -> Request | None:
+        """The request of a tier whose turn it is, of those that are not parked."""
+        tier = self._by_turn[priority]
         while (request := tier.first()) is not None and self._park(request, now):
             pass
         return request
@@ -177,6 +151,8 @@ class PriorityQueueWithAging:
         block. With `is_load` it stands for a load of these blocks from disk, for which requests are parked even if the
         queue does not deduplicate."""
         self._heads = None
+        if not is_load:
+            self._by_turn[request.priority].start(request)
         if not (self._deduplicates or is_load):
             return
         first, hashes = request.num_computed_tokens // BLOCK_SIZE, request.block_hashes
@@ -198,6 +174,8 @@ class PriorityQueueWithAging:
 
     def stop(self, request_id: str) -> None:
         """A running request has left: the requests parked for it may start."""
+        for tier in self._by_turn.values():
+            tier.stop(request_id)
         for _, block_hash in self._owned.pop(request_id, ()):
             self._release(block_hash)
 
@@ -213,12 +191,28 @@ class PriorityQueueWithAging:
                 self._leave(request)
                 self._enter(request)
 
+    def give(self, request: Request, num_tokens: int) -> None:
+        """The step being composed computes this many prompt tokens of a running request."""
+        tier = self._by_turn[request.priority]
+        if tier.is_shared:
+            self._heads = None
+            tier.count(request, num_tokens)
+
+    def settle(self) -> None:
+        """Brings the turns up to date with what was computed since the last call."""
+        for tier in self._by_turn.values():
+            if tier.is_shared:
+                self._heads = None
+                tier.settle()
+
     def check_integrity(self) -> None:
         """Asserts that each waiting request is in both orders, or parked for a block that has an owner."""
-        for orders in (self._by_age, self._by_work):
-            for tier in orders.values():
-                tier.check_integrity()
-        ready = {request.request_id for tier in self._by_age.values() for request in tier}
+        for turns in self._by_turn.values():
+            turns.check_integrity()
+        for work in self._by_work.values():
+            work.check_integrity()
+        clients = [of_client for tier in self._by_turn.values() for of_client in tier.by_client()]
+        ready = {request.request_id for of_client in clients for request in of_client}
         by_work = [request.request_id for tier in self._by_work.values() for request in tier]
         assert sorted(by_work) == sorted(ready), "the two orders hold different requests"
         assert ready | set(self._parked_at) == set(self._num_cached), "a waiting request is in no order and not parked"
@@ -230,7 +224,7 @@ class PriorityQueueWithAging:
 
     def _enter(self, request: Request) -> None:
         self._heads = None
-        self._by_age[request.priority].push(request, self.key(request))
+        self._by_turn[request.priority].push(request, self.key(request))
         self._enter_by_work(request)
 
     def _enter_by_work(self, request: Request) -> None:
@@ -242,7 +236,7 @@ class PriorityQueueWithAging:
         self._heads = None
         block_hash = self._parked_at.pop(request.request_id, None)
         if block_hash is None:
-            self._by_age[request.priority].remove(request)
+            self._by_turn[request.priority].remove(request)
             self._by_work[request.priority].remove(request)
             return
         del self._parked[block_hash][request.request_id]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 
 from mlx_server.batching.limits import QueueLimits, QueueLoad
 from mlx_server.errors import (
@@ -18,49 +20,83 @@ from mlx_server.request import Request
 _DISPLACED_RETRY_S = 5.0
 
 
-def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | None = None) -> None:
-    """Raises if one more request would exceed a limit: `QuotaExceededError` for a tier's limit, `QueueFullError` for
-    the server's."""
+def displaced_by(
+    request: Request, waiting: Collection[Request], load: QueueLoad, limits: QueueLimits, tier: str | None = None
+) -> list[Request]:
+    """Which of the `waiting` requests, in order of arrival, must go so that one more keeps the limits of a tier, or of
+    the server without one. In the server's queue, those of worse tiers go first; then those of clients that have more
+    waiting. Raises `QuotaExceededError` for a tier's limit, `QueueFullError` for the server's, if all of them would not
+    be enough."""
+    num_excess = load.num_waiting + 1 - limits.max_num_waiting
+    num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
+    size = _one if num_excess > 0 else _num_tokens
+    mates = (other for other in waiting if other.priority == request.priority and tier in (None, other.tier))
+    others = chain(() if tier else _of_worse_tiers(request, waiting), _of_fuller_clients(request, mates, size))
+    displaced: list[Request] = []
+    while num_excess > 0 or num_excess_tokens > 0:
+        if (other := next(others, None)) is None:
+            raise _full(request, load, limits, tier)
+        displaced.append(other)
+        num_excess, num_excess_tokens = num_excess - 1, num_excess_tokens - other.num_tokens
+    return displaced
+
+
+def _of_worse_tiers(request: Request, waiting: Iterable[Request]) -> Iterator[Request]:
+    """The worst tier first, and of a tier the latest arrival first."""
+    worse = [other for other in waiting if other.priority > request.priority]
+    yield from sorted(worse, key=lambda other: (other.priority, other.arrival_s), reverse=True)
+
+
+def _of_fuller_clients(request: Request, mates: Iterable[Request], size: Callable[[Request], int]) -> Iterator[Request]:
+    """Of the `mates`, the latest of the client that has most, while that client keeps as much as the request's own
+    client then has.
+
+    Example: A has 9 requests waiting, B none. B's first four each take the place of one of A's, which then has 5. The
+    fifth is refused, since it would leave A fewer than B.
+    """
+    by_client: defaultdict[str, list[Request]] = defaultdict(list)
+    for other in mates:
+        by_client[other.client].append(other)
+    sizes = {client: sum(map(size, of_client)) for client, of_client in by_client.items()}
+    own = sizes.pop(request.client, 0) + size(request)
+    while sizes:
+        client = max(sizes, key=sizes.__getitem__)
+        last = by_client[client].pop()
+        sizes[client] -= size(last)
+        if sizes[client] < own:
+            return
+        yield last
+
+
+def _one(request: Request) -> int:
+    return 1
+
+
+def _num_tokens(request: Request) -> int:
+    return request.num_tokens
+
+
+def _full(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | None) -> ServeError:
     whose = f" of tier {tier}" if tier else ""
     if load.num_waiting >= limits.max_num_waiting:
         reason = "max_num_queued_reqs"
         message = f"{load.num_waiting} requests{whose} wait already; the limit is {limits.max_num_waiting}."
-    elif load.num_tokens + request.num_tokens > limits.max_queued_tokens:
+    else:
         reason = "max_num_queued_tokens"
         message = (
             f"{load.num_tokens} prompt tokens{whose} wait already and this request has {request.num_tokens}; "
             f"the limit is {limits.max_queued_tokens}."
         )
-    else:
-        return
     message += " Try again later."
-    raise QuotaExceededError(message) if tier else QueueFullError(message, reason)
+    return QuotaExceededError(message) if tier else QueueFullError(message, reason)
 
 
-def displaced_by(
-    request: Request, waiting: Iterable[Request], load: QueueLoad, limits: QueueLimits
-) -> list[Request] | None:
-    """Which of the `waiting` requests must go so that one more keeps the server's limits: requests of worse tiers, the
-    worst tier first and the latest arrival of a tier first. None if all of them would not be enough."""
-    num_excess = load.num_waiting + 1 - limits.max_num_waiting
-    num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
-    displaced: list[Request] = []
-    if num_excess <= 0 and num_excess_tokens <= 0:
-        return displaced
-    worse = [other for other in waiting if other.priority > request.priority]
-    for other in sorted(worse, key=lambda other: (other.priority, other.arrival_s), reverse=True):
-        displaced.append(other)
-        num_excess, num_excess_tokens = num_excess - 1, num_excess_tokens - other.num_tokens
-        if num_excess <= 0 and num_excess_tokens <= 0:
-            return displaced
-    return None
-
-
-def displacement(num_waiting: int) -> ServeError:
-    """For a request that must leave a full queue."""
+def displacement(num_waiting: int, displaced: Request, request: Request) -> ServeError:
+    """For a request that must leave a full queue for another one."""
+    is_better = request.priority < displaced.priority
+    who = "a request of a better tier" if is_better else "one of a key that has fewer waiting"
     return QueueFullError(
-        f"The queue is full ({num_waiting} requests wait), and a request of a better tier has taken this one's place. "
-        "Try again later.",
+        f"The queue is full ({num_waiting} requests wait), and {who} has taken this one's place. Try again later.",
         "displaced",
         _DISPLACED_RETRY_S,
     )

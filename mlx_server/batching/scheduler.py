@@ -18,9 +18,9 @@ from typing import Protocol
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
-from mlx_server.batching.limits import SchedulerLimits
+from mlx_server.batching.limits import QueueLoad, SchedulerLimits
 from mlx_server.batching.policy import headroom
-from mlx_server.batching.refusals import check_queue, displaced_by, displacement, expiry, grammar_error
+from mlx_server.batching.refusals import displaced_by, displacement, expiry, grammar_error
 from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
@@ -142,7 +142,8 @@ class ContinuousBatchingScheduler:
     def add_request(self, request: Request) -> list[RequestOutput]:
         """Queues a request. Raises `ContextLengthError` if it cannot fit the pool even at its largest size,
         `QuotaExceededError` at its tier's queue limit, and `QueueFullError` at the server's limit, unless it can
-        displace requests of worse tiers that have not run yet. Returns the last outputs of displaced requests."""
+        displace requests that have not run yet, of worse tiers or of clients with more of them. Returns the last
+        outputs of displaced requests."""
         blocks = self.blocks
         if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
             raise ContextLengthError(
@@ -150,9 +151,6 @@ class ContinuousBatchingScheduler:
                 f"{blocks.groups.max_tokens(blocks.max_blocks)}. "
                 "Shorten the prompt, lower max_tokens, or raise --kv-cache-memory.",
             )
-        tier_limits = self.limits.tiers.get(request.tier)
-        if tier_limits is not None:
-            check_queue(request, self._table.queued(request.tier), tier_limits, request.tier)
         displaced = self._make_room(request)
         self._table.add(request)
         self.counters.num_prompt_tokens += request.num_prompt_tokens
@@ -160,11 +158,14 @@ class ContinuousBatchingScheduler:
         return displaced
 
     def _make_room(self, request: Request) -> list[RequestOutput]:
-        load, limits = self._table.queued(), self.limits.queue
-        displaced = displaced_by(request, self._table.unscheduled.values(), load, limits)
-        if displaced is None:
-            check_queue(request, load, limits)
-        return [self._table.fail(other, displacement(load.num_waiting)) for other in displaced or ()]
+        table, load, waiting = self._table, self._table.queued(), self._table.unscheduled.values()
+        displaced: list[Request] = []
+        if (limits := self.limits.tiers.get(request.tier)) is not None:
+            displaced = displaced_by(request, waiting, table.queued(request.tier), limits, request.tier)
+        left = QueueLoad(load.num_waiting - len(displaced), load.num_tokens - sum([o.num_tokens for o in displaced]))
+        rest = [other for other in waiting if other not in displaced] if displaced else waiting
+        displaced += displaced_by(request, rest, left, self.limits.queue)
+        return [table.fail(other, displacement(load.num_waiting, other, request)) for other in displaced]
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
         """Ends a request from outside (client gone, stop string); its last `num_void` tokens are not counted. Its

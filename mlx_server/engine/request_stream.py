@@ -31,7 +31,8 @@ CountPlaceholders = Callable[[Sequence[int], Mapping[str, Any]], int | None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request to generate, with one of the model's adapters or without. Without `tier`, the tier is that of the
-    priority (high, normal or low). `extra_keys` (salt, tenant) separate prefixes in the prefix cache.
+    priority (high, normal or low). The clients of a tier share it equally; `client` is whose request this is.
+    `extra_keys` (salt, tenant) separate prefixes in the prefix cache.
 
     The client wants `num_samples` answers to the prompt, and this request is number `sample_index`. `kept_token_ids`
     are special tokens that stay in the text even if special tokens are skipped. With `continues_text` the output
@@ -44,6 +45,7 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: Priority = Priority.NORMAL
     tier: str | None = None
+    client: str = ""
     extra_keys: tuple[str, ...] = ()
     adapter: str | None = None
     num_samples: int = 1
@@ -316,6 +318,7 @@ def make_request(
         eos_token_ids=eos_token_ids,
         extra_keys=generation.extra_keys,
         adapter=generation.adapter,
+        client=generation.client,
         tier=generation.tier or generation.priority.name.lower(),
         constraint=_guarded(generation, eos_token_ids),
         prediction_token_ids=_usable(generation.prediction_token_ids[: most_tokens - num_prompt], vocab_size),

@@ -226,7 +226,7 @@ def test_a_step_walks_no_prefix_that_it_has_walked_before(monkeypatch: pytest.Mo
     step()
     for index in range(200):
         scheduler.add_request(make_request(f"r{index}", [*shared, *prompt(9500, index)], 3, arrival_s=1.0 + index))
-    monkeypatch.setattr(PriorityQueueWithAging, "oldest", counted(num_walks, "oldest", PriorityQueueWithAging))
+    monkeypatch.setattr(PriorityQueueWithAging, "first", counted(num_walks, "first", PriorityQueueWithAging))
     monkeypatch.setattr(PrefixCache, "longest_prefix", counted(num_walks, "longest_prefix", PrefixCache))
     for _ in range(10):
         step()
@@ -234,4 +234,4 @@ def test_a_step_walks_no_prefix_that_it_has_walked_before(monkeypatch: pytest.Mo
     monkeypatch.undo()
     scheduler.check_integrity()
     assert num_walks["longest_prefix"] == 1
-    assert num_walks["oldest"] <= 10 * 5, "who is first is asked again though nobody has come, gone or started"
+    assert num_walks["first"] <= 10 * 5, "who is first is asked again though nobody has come, gone or started"

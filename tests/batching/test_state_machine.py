@@ -77,15 +77,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         priority=st.sampled_from(list(Priority)),
         kind=st.sampled_from(["plain", "plain", "plain", "stop", "prompt_logprobs"]),
+        client=st.sampled_from(["", "", "a", "b"]),
     )
-    def add(self, num_shared_tokens: int, num_own_tokens: int, max_tokens: int, priority: Priority, kind: str) -> None:
+    def add(
+        self,
+        num_shared_tokens: int,
+        num_own_tokens: int,
+        max_tokens: int,
+        priority: Priority,
+        kind: str,
+        client: str,
+    ) -> None:
         name = f"r{self.num_added}"
         self.num_added += 1
         token_ids = prompt(num_shared_tokens) + prompt(num_own_tokens, first=31 * self.num_added)
         extra = {"stop": {"stop_token_ids": tuple(range(0, 997, 9))}, "prompt_logprobs": {"prompt_logprobs": 0}}
-        request = make_request(
-            name, token_ids, max_tokens, priority=priority, arrival_s=self.world.now, **extra.get(kind, {})
-        )
+        more = {"priority": priority, "client": client, **extra.get(kind, {})}
+        request = make_request(name, token_ids, max_tokens, arrival_s=self.world.now, **more)
         try:
             self.world.add(request)
         except ContextLengthError:

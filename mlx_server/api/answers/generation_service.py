@@ -272,6 +272,7 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
             sampling=bounded(job.sampling, job.caller.tier, len(prompt.token_ids)).of_sample(sample_index),
             priority=job.priority,
             tier=job.caller.tier.name,
+            client=job.caller.identity,
             extra_keys=job.extra_keys,
             adapter=job.adapter,
             num_samples=job.n,

@@ -260,8 +260,14 @@ class DiskTier:
         self._begin_next(now)
 
     def _num_before(self, request: Request) -> int:
-        key, wanted_by = self._waiting.key, [load.wanted_by for load in (*self._loads, *self._queue)]
-        return sum([other.priority <= request.priority and key(other) <= key(request) for other in wanted_by])
+        key, turn = self._waiting.key, self._waiting.turn
+
+        def is_before(other: Request) -> bool:
+            if other.priority == request.priority:
+                return turn(other) <= turn(request)
+            return other.priority < request.priority and key(other) <= key(request)
+
+        return sum([is_before(load.wanted_by) for load in (*self._loads, *self._queue)])
 
     def _seek(self, request: Request, now: float) -> bool:
         """Looks up a waiting request, and queues a load if that pays. Whether the request is parked."""
@@ -290,7 +296,7 @@ class DiskTier:
         """Begins the loads whose turn it is. Drops those whose requests have left, whose prefixes have been computed
         meanwhile, or that have no room."""
         while self._queue and len(self._loads) < _MAX_LOADS:
-            load = min(self._queue, key=lambda load: (load.wanted_by.priority, load.wanted_by.arrival_s))
+            load = min(self._queue, key=lambda load: self._waiting.turn(load.wanted_by))
             self._queue.remove(load)
             if load.wanted_by.status is not RequestStatus.WAITING or not self._begin(load, now):
                 self._waiting.stop(load.holder.request_id)

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Saturated:
-    """A server with two seats, and a key of each tier."""
+    """A server with two seats, a key of each tier, and `other`, a second one of NORMAL."""
 
     http: httpx.AsyncClient
     context: ServerContext
@@ -69,7 +69,7 @@ async def saturated(site: Site, folder: Path, path: Path, aging_rate: float) -> 
         tiers={**default_tiers(), **TIERS},
     )
     with KeyFile.create(path) as file:
-        keys = {tier: file.add(tier, "").text for tier in TIERS}
+        keys = {name: file.add(tier, "").text for name, tier in [*zip(TIERS, TIERS), ("other", "normal")]}
     pool = build_pool(config)
     await pool.start()
     try:
@@ -98,6 +98,25 @@ async def test_better_tiers_start_first(site: Site, folder: Path, tmp_path: Path
         assert all(not task.done() for task in running), "the seats were taken for as long as the others came"
         await asyncio.gather(*running, *waiting)
     assert ended == ["high"] * 4 + ["normal"] * 4 + ["low"] * 4
+
+
+async def test_a_key_does_not_wait_for_the_many_requests_of_another(site: Site, folder: Path, tmp_path: Path):
+    async with saturated(site, folder, tmp_path / "keys", aging_rate=0.1) as world:
+        running = [asyncio.create_task(world.ask("normal", 200, prompt=prompt)) for prompt in random_prompts([5, 6])]
+        await until(lambda: world.stats().num_running == NUM_SEATS)
+        ended: list[str] = []
+
+        async def wait_for_a_turn(key: str) -> None:
+            await world.ask(key)
+            ended.append(key)
+
+        waiting = []
+        for num_waiting, key in enumerate(["normal"] * 20 + ["other"] * 2, start=1):
+            waiting.append(asyncio.create_task(wait_for_a_turn(key)))
+            await until(lambda num=num_waiting: world.stats().num_waiting == num)
+        assert all(not task.done() for task in running), "the seats were taken for as long as the others came"
+        await asyncio.gather(*running, *waiting)
+    assert ended[:6].count("other") == 2, ended
 
 
 async def test_a_tier_s_queue_is_bounded_and_the_others_are_not(site: Site, folder: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
@@ -31,8 +31,10 @@ from mlx_server.bench.lab.simulator.engine import (
     percentile,
 )
 from mlx_server.bench.lab.simulator.traces import (
+    FLOOD,
     ClosedLoop,
     DraftMix,
+    Flood,
     Mix,
     TracedRequest,
     Traffic,
@@ -66,11 +68,11 @@ def summarize(metrics: SimulationMetrics) -> str:
 
 
 def render_tiers(metrics: SimulationMetrics) -> str:
-    """One row for each tier that sent requests."""
+    """One row for each tier that sent requests, and one for a flood."""
     return render_items(
-        [(tier, found) for tier, found in metrics.tiers.items() if found.e2e_s or found.num_refused],
+        [(name, found) for name, found in _by_tier(metrics).items() if found.e2e_s or found.num_refused],
         {
-            "tier": lambda item: item[0].name.lower(),
+            "tier": lambda item: item[0],
             "finished": lambda item: f"{len(item[1].e2e_s):,}",
             "a second": lambda item: f"{len(item[1].e2e_s) / metrics.elapsed_s:,.2f}",
             "refused": lambda item: f"{item[1].num_refused:,}",
@@ -119,10 +121,15 @@ def as_document(found: Mapping[str, SimulationMetrics]) -> list[dict[str, Any]]:
             "scheduler": name,
             **document_of(metrics, *_COUNTS, *_TIMES),
             "counters": asdict(metrics.counters),
-            "tiers": {tier.name.lower(): _tier_document(one) for tier, one in metrics.tiers.items()},
+            "tiers": {name: _tier_document(one) for name, one in _by_tier(metrics).items()},
         }
         for name, metrics in found.items()
     ]
+
+
+def _by_tier(metrics: SimulationMetrics) -> dict[str, TierMetrics]:
+    flood = {FLOOD: metrics.flood} if metrics.flood.e2e_s else {}
+    return {tier.name.lower(): found for tier, found in metrics.tiers.items()} | flood
 
 
 def _tier_document(tier: TierMetrics) -> dict[str, Any]:
@@ -156,11 +163,11 @@ _LENGTHS = ("own_tokens", "output_tokens", "spread", "prefix_tokens")
 _DRAWN = (*_LENGTHS, "shared_share", "num_prefixes")
 _OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
-        _TRACE: ("trace", "shrink", "speed_up", "tiers", "write_trace"),
+        _TRACE: ("trace", "shrink", "speed_up", "tiers", "write_trace", "flood"),
         _CLIENTS: ("clients", *_DRAWN),
-        _TURNS: ("turns", "pause_s", "rate", *_LENGTHS, "tiers", "write_trace"),
-        _POISSON: ("pattern", "rate", *_DRAWN, "tiers", "write_trace"),
-        _BURSTS: ("pattern", "burst_size", "rate", *_DRAWN, "tiers", "write_trace"),
+        _TURNS: ("turns", "pause_s", "rate", *_LENGTHS, "tiers", "write_trace", "flood"),
+        _POISSON: ("pattern", "rate", *_DRAWN, "tiers", "write_trace", "flood"),
+        _BURSTS: ("pattern", "burst_size", "rate", *_DRAWN, "tiers", "write_trace", "flood"),
     }
 )
 """The options that change each kind of traffic. Those that are not here change all."""
@@ -211,6 +218,13 @@ def _add_traffic(group: _Group) -> None:
     )
     _add(group, "--turns", from_1, 1, "above 1: conversations, whose turns add --own-tokens to the prompt")
     _add(group, "--pause-s", above_0, 60.0, "mean seconds between arrivals of turns")
+    _add(
+        group,
+        "--flood",
+        from_0,
+        0,
+        "requests that another key of NORMAL keeps open; also replays as if all had one key",
+    )
     group.add_argument("--write-trace", type=Path, metavar="FILE", help="write the traffic for --trace and --shrink 16")
     _add(group, "--seed", int, 0, "of generated traffic and drafts")
 
@@ -335,6 +349,8 @@ def _variants(args: argparse.Namespace) -> dict[str, partial[Simulation]]:
         variants = {"all mechanisms": full, "no drafts": plain}
     if args.kv_disk is not None:
         variants["no disk"] = partial(full, disk=None)
+    if args.flood:
+        variants["one key"] = partial(full, is_fair=False)
     if args.ablate:
         variants |= {
             "no stall bound": partial(plain, limits=replace(limits, bound_stalls=False)),
@@ -360,8 +376,13 @@ def _disk(args: argparse.Namespace) -> DiskCost | None:
     )
 
 
-def _replay(simulation: Simulation, arrivals: Iterable[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
-    metrics = simulation.run(arrivals) if args.clients is None else _run_closed(simulation, args)
+def _replay(simulation: Simulation, arrivals: Sequence[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
+    if args.clients is not None:
+        metrics = _run_closed(simulation, args)
+    elif args.flood:
+        metrics = _run_flooded(simulation, arrivals, args)
+    else:
+        metrics = simulation.run(arrivals)
     if simulation.explanation:
         print("\n".join(simulation.explanation), end="\n\n")
     return metrics
@@ -372,6 +393,15 @@ def _run_closed(simulation: Simulation, args: argparse.Namespace) -> SimulationM
         raise ConfigError(f"--clients is {' '.join(map(str, args.clients))}; name at least one client.")
     loop = ClosedLoop(Traffic(_mix(args), args.seed), dict(zip(Priority, args.clients)), args.num_requests)
     return simulation.run(loop.first(), loop.next_of)
+
+
+def _run_flooded(
+    simulation: Simulation, arrivals: Sequence[TracedRequest], args: argparse.Namespace
+) -> SimulationMetrics:
+    """The flood lasts from the beginning to the last arrival."""
+    until_s = max((traced.arrival_s for traced in arrivals), default=0.0)
+    flood = Flood(Traffic(_mix(args), args.seed + 1), Priority.NORMAL, args.flood, until_s)
+    return simulation.run([*flood.first(), *arrivals], flood.next_of)
 
 
 def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
@@ -397,6 +427,7 @@ def _limits(args: argparse.Namespace) -> SchedulerLimits:
             f"--max-num-batched-tokens is {args.max_num_batched_tokens}; it must be at least --max-num-seqs, "
             f"{args.max_num_seqs}."
         )
+    of_tier = replace(_ENDLESS_QUEUE, max_num_waiting=args.max_num_waiting)
     return SchedulerLimits(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -405,6 +436,6 @@ def _limits(args: argparse.Namespace) -> SchedulerLimits:
         max_step_s=args.max_step_ms / 1000,
         context_doubling_tokens=PROFILES[args.profile].cost.context_doubling_tokens,
         queue=_ENDLESS_QUEUE,
-        tiers={tier.name.lower(): replace(_ENDLESS_QUEUE, max_num_waiting=args.max_num_waiting) for tier in Priority},
+        tiers=dict.fromkeys((*(tier.name.lower() for tier in Priority), FLOOD), of_tier),
         queue_timeout_s=args.queue_timeout_s,
     )

@@ -15,7 +15,7 @@ from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
-from mlx_server.bench.lab.simulator.traces import MAX_DRAFT_TOKENS, TOKEN, DraftMix, MadeUpDrafts, TracedRequest
+from mlx_server.bench.lab.simulator.traces import FLOOD, MAX_DRAFT_TOKENS, TOKEN, DraftMix, MadeUpDrafts, TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import (
@@ -44,10 +44,11 @@ class TierMetrics:
 
 @dataclass(slots=True)
 class SimulationMetrics:
-    """The result of one replay. `elapsed_s` is simulated time, `host_s` the real time of the replay, and `num_checks`
-    the number of integrity checks of the scheduler."""
+    """The result of one replay; `tiers` are without the requests of a `flood`. `elapsed_s` is simulated time, `host_s`
+    the real time of the replay, and `num_checks` the number of integrity checks of the scheduler."""
 
     tiers: dict[Priority, TierMetrics] = field(default_factory=lambda: {tier: TierMetrics() for tier in Priority})
+    flood: TierMetrics = field(default_factory=TierMetrics)
     counters: EngineCounters = field(default_factory=EngineCounters)
     elapsed_s: float = 0.0
     busy_s: float = 0.0
@@ -156,10 +157,12 @@ class Simulation:
         explained: int | None = None,
         drafts: DraftMix | None = None,
         disk: DiskCost | None = None,
+        is_fair: bool = True,
     ) -> None:
-        """`disk` adds the disk tier for prefixes. `check_every` is the number of steps between integrity checks of the
-        scheduler; 0 checks only at the end. `explained` is the number of an arrival, counted from 0; `explanation` then
-        says for each step why that request waited."""
+        """`disk` adds the disk tier for prefixes. Without `is_fair`, all requests seem to be of one client.
+        `check_every` is the number of steps between integrity checks of the scheduler; 0 checks only at the end.
+        `explained` is the number of an arrival, counted from 0; `explanation` then says for each step why that request
+        waited."""
         blocks = PagedBlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self._drafts = None if drafts is None else MadeUpDrafts(drafts)
         speculation = None if self._drafts is None else Speculation(self._drafts, max_draft_tokens=MAX_DRAFT_TOKENS)
@@ -170,7 +173,7 @@ class Simulation:
         prompt_s, decode_s = cost.seconds_alone(_NUM_LEARNT, 1), cost.seconds_alone(1, 2) - cost.seconds_alone(1, 1)
         self.scheduler.learn(_NUM_LEARNT, prompt_s, decode_s)
         self.metrics = SimulationMetrics(counters=self.scheduler.counters)
-        self._cost = cost
+        self._cost, self._is_fair = cost, is_fair
         self._depth = 2 if is_async else 1
         self._check_every = check_every
         self._now = 0.0
@@ -185,9 +188,9 @@ class Simulation:
     def run(
         self,
         arrivals: Iterable[TracedRequest],
-        next_of: Callable[[Priority, float], TracedRequest | None] | None = None,
+        next_of: Callable[[Request, float], TracedRequest | None] | None = None,
     ) -> SimulationMetrics:
-        """Serves all arrivals to their end. When a request ends, `next_of(its tier, now)` gives the next request of its
+        """Serves all arrivals to their end. When a request ends, `next_of(request, now)` gives the next one of its
         client. Raises `AssertionError` if an integrity check fails."""
         start_s = time.perf_counter()
         self._next_of = next_of
@@ -228,16 +231,17 @@ class Simulation:
             arrival_s=traced.arrival_s,
             max_total_tokens=traced.num_prompt_tokens + traced.num_output_tokens,
             priority=traced.tier,
-            tier=traced.tier.name.lower(),
+            tier=traced.client or traced.tier.name.lower(),
+            client=traced.client if self._is_fair else "",
         )
         request.block_hashes = _block_hashes(traced)
         try:
             displaced = self.scheduler.add_request(request)
         except (ContextLengthError, OverloadedError):
-            self.metrics.tiers[traced.tier].num_refused += 1
+            self._metrics_of(request).num_refused += 1
             return
         for output in displaced:
-            self.metrics.tiers[self._in_progress.pop(output.request_id).priority].num_refused += 1
+            self._metrics_of(self._in_progress.pop(output.request_id)).num_refused += 1
         self._in_progress[request_id] = request
         self.metrics.num_most_waiting = max(self.metrics.num_most_waiting, self.scheduler.num_waiting)
 
@@ -261,7 +265,7 @@ class Simulation:
 
     def _schedule(self) -> SchedulerOutput | None:
         for expired in self.scheduler.expire(self._now):
-            self.metrics.tiers[self._in_progress.pop(expired.request_id).priority].num_refused += 1
+            self._metrics_of(self._in_progress.pop(expired.request_id)).num_refused += 1
         output = self.scheduler.schedule(self._now)
         if output is None:
             return None
@@ -316,12 +320,12 @@ class Simulation:
         if request.last_token_s is None:
             request.first_token_s = now
         else:
-            self.metrics.tiers[request.priority].gaps_s.append(now - request.last_token_s)
+            self._metrics_of(request).gaps_s.append(now - request.last_token_s)
         request.last_token_s = now
         if output.finish_reason is not None:
             del self._in_progress[output.request_id]
             self._finish(request)
-            following = self._next_of(request.priority, now) if self._next_of else None
+            following = self._next_of(request, now) if self._next_of else None
             if following is not None:
                 self._arrive(following)
 
@@ -330,10 +334,13 @@ class Simulation:
         assert request.first_token_s is not None
         num_tokens = request.num_prompt_tokens + request.num_output_tokens
         assert num_tokens == request.max_total_tokens, "a token was lost or repeated"
-        tier = self.metrics.tiers[request.priority]
+        tier = self._metrics_of(request)
         tier.queue_s.append(request.first_scheduled_s - request.arrival_s)
         tier.ttft_s.append(request.first_token_s - request.arrival_s)
         tier.e2e_s.append(self._now - request.arrival_s)
+
+    def _metrics_of(self, request: Request) -> TierMetrics:
+        return self.metrics.flood if request.tier == FLOOD else self.metrics.tiers[request.priority]
 
     def _check_end(self) -> None:
         assert not self._in_progress, "a request was forgotten"

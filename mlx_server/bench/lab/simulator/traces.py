@@ -25,7 +25,7 @@ _MAX_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One arrival. `hash_ids` name the prompt's blocks of `hash_block_tokens` tokens, the last one possibly
+    """One arrival of a client. `hash_ids` name the prompt's blocks of `hash_block_tokens` tokens, the last one possibly
     partial; equal leading ids are an equal prefix."""
 
     arrival_s: float
@@ -34,6 +34,7 @@ class TracedRequest:
     num_output_tokens: int
     hash_ids: tuple[int, ...]
     hash_block_tokens: int = BLOCK_SIZE
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,9 @@ class Traffic:
         return min(max(round(drawn) if sigma == 0.0 else int(drawn), 1), _MAX_TOKENS)
 
 
+FLOOD = "flood"
+
+
 class ClosedLoop:
     """`num_clients` clients of each tier. Each sends its next request when its previous one ends, until `num_requests`
     are sent in total."""
@@ -137,14 +141,38 @@ class ClosedLoop:
     def first(self) -> list[TracedRequest]:
         """One request of each client, all at time 0."""
         tiers = [tier for tier, count in self._num_clients.items() for _ in range(count)]
-        return [request for tier in tiers if (request := self.next_of(tier, 0.0)) is not None]
+        return [request for tier in tiers if (request := self._next(tier, 0.0)) is not None]
 
-    def next_of(self, tier: Priority, now: float) -> TracedRequest | None:
-        """The next request of a client of this tier whose request has ended; None when all are sent."""
+    def next_of(self, ended: Request, now: float) -> TracedRequest | None:
+        """The next request of a client whose request has ended; None when all are sent."""
+        return self._next(ended.priority, now)
+
+    def _next(self, tier: Priority, now: float) -> TracedRequest | None:
         if self._num_left == 0:
             return None
         self._num_left -= 1
         return self._traffic.at(now, tier)
+
+
+class Flood:
+    """A client named `FLOOD` that keeps `num_open` requests of one priority open until `until_s`."""
+
+    def __init__(self, traffic: Traffic, tier: Priority, num_open: int, until_s: float) -> None:
+        self._traffic = traffic
+        self._tier = tier
+        self._num_open = num_open
+        self._until_s = until_s
+
+    def first(self) -> list[TracedRequest]:
+        """Its first requests, all at time 0."""
+        return [self._at(0.0) for _ in range(self._num_open)]
+
+    def next_of(self, ended: Request, now: float) -> TracedRequest | None:
+        """Its next request when one of its requests has ended."""
+        return self._at(now) if ended.tier == FLOOD and now < self._until_s else None
+
+    def _at(self, now: float) -> TracedRequest:
+        return replace(self._traffic.at(now, self._tier), client=FLOOD)
 
 
 def read_trace(

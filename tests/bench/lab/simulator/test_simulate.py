@@ -24,10 +24,10 @@ from mlx_server.bench.lab.simulator.engine import (
     SimulationMetrics,
     percentile,
 )
-from mlx_server.bench.lab.simulator.traces import ClosedLoop, Mix, TracedRequest, Traffic, read_trace
+from mlx_server.bench.lab.simulator.traces import ClosedLoop, Flood, Mix, TracedRequest, Traffic, read_trace
 from mlx_server.cli.main import main
 from mlx_server.errors import ConfigError
-from mlx_server.request import Priority
+from mlx_server.request import Priority, Request
 
 COST = CostModel(base_s=0.010, decode_s=0.001, prompt_s=0.001, context_doubling_tokens=1e12, host_s=0.002)
 PLAIN = Mix(own_tokens=100, output_tokens=30, shared_share=0.0, tiers=(0, 1, 0))
@@ -186,11 +186,11 @@ def test_clients_of_a_closed_loop_ask_when_they_are_answered() -> None:
     sent: list[TracedRequest] = []
     ended: list[float] = []
 
-    def next_of(tier: Priority, now: float) -> TracedRequest | None:
+    def next_of(request: Request, now: float) -> TracedRequest | None:
         ended.append(now)
-        following = loop.next_of(tier, now)
+        following = loop.next_of(request, now)
         if following is not None:
-            assert (following.arrival_s, following.tier) == (now, tier)
+            assert (following.arrival_s, following.tier) == (now, request.priority)
             sent.append(following)
         return following
 
@@ -201,6 +201,24 @@ def test_clients_of_a_closed_loop_ask_when_they_are_answered() -> None:
     assert {(r.num_prompt_tokens, r.num_output_tokens) for r in (*first, *sent)} == {(100, 4)}
     assert (len(sent), len(ended), metrics.num_finished) == (17, 20, 20)
     assert metrics.num_most_waiting == 3, "no client has two requests at a time"
+
+
+def test_a_flood_keeps_its_requests_open_and_delays_its_own() -> None:
+    mix = Mix(own_tokens=100, output_tokens=20, spread=0.0, shared_share=0.0)
+    arrivals = list(islice(Traffic(mix, 0).poisson(0.5, Priority.NORMAL, start_s=5.0), 20))
+    found = {}
+    for is_fair in (True, False):
+        flood = Flood(Traffic(mix, 1), Priority.NORMAL, 30, arrivals[-1].arrival_s)
+        limits = SchedulerLimits(max_num_seqs=4, context_doubling_tokens=COST.context_doubling_tokens)
+        simulation = Simulation(limits, 400, COST, is_fair=is_fair)
+        metrics = found[is_fair] = simulation.run([*flood.first(), *arrivals], flood.next_of)
+        assert len(metrics.tiers[Priority.NORMAL].e2e_s) == 20
+        assert metrics.num_most_waiting >= 30 - 4
+        assert len(metrics.flood.e2e_s) > 100, "it goes on until the last arrival"
+    fair, one = (found[is_fair].tiers[Priority.NORMAL].queue_s for is_fair in (True, False))
+    assert percentile(fair, 50) < 0.2 * percentile(one, 50)
+    assert percentile(fair, 90) < 0.2 * percentile(one, 90)
+    assert found[True].output_rate == pytest.approx(found[False].output_rate, rel=0.02)
 
 
 def write_trace(path: Path, *lines: object) -> Path:

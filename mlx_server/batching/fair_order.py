@@ -1,0 +1,173 @@
+"""The order of one tier's requests: of each client the oldest first, and of the clients the one that had least."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+
+from mlx_server.request import Request
+
+_Entry = tuple[float, float, int, Request]
+"""Key, arrival, push number, request."""
+
+
+class OrderedRequests:
+    """Requests ordered by a key, the smallest first; ties go to the earlier arrival, then to the earlier push.
+
+    A sorted list, because `push` and `remove` only move pointers: 80 KB of them in a queue of 10,000. A heap with lazy
+    deletion would need more code for no gain at that length.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._entry_of: dict[str, _Entry] = {}
+        self._num_pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order. The list must not change during the iteration."""
+        return (entry[3] for entry in self._entries)
+
+    def push(self, request: Request, key: float) -> None:
+        """Adds a request, which must not be in the list."""
+        self._num_pushes += 1
+        entry = self._entry_of[request.request_id] = (key, request.arrival_s, self._num_pushes, request)
+        insort(self._entries, entry)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request from any place."""
+        entry = self._entry_of.pop(request.request_id)
+        del self._entries[bisect_left(self._entries, entry)]
+
+    def first(self) -> Request | None:
+        """The request with the smallest key, which stays in the list."""
+        return self._entries[0][3] if self._entries else None
+
+    def check_integrity(self) -> None:
+        """Asserts that the list is sorted and has exactly one entry for each request."""
+        assert self._entries == sorted(self._entry_of.values()), "a list of requests is out of order"
+
+
+class FairOrder:
+    """The waiting requests of one tier, in the order in which its clients share it (the Virtual Token Counter of Sheng
+    et al., "Fairness in Serving Large Language Models", OSDI 2024).
+
+    Each client has a level: the tokens that were computed for it, and one more for each token of output, since a step
+    computes many prompt tokens in the time of a few outputs. The first request is the oldest one of the client with the
+    lowest level. A client whose requests all run or have ended, and now waits again, is lifted to the lowest level of
+    those that wait: what it did not use is not saved up. A client without requests is forgotten.
+
+    With a single client this is the order by age, and nothing is counted.
+
+        A keeps 100 requests open, of 200 tokens each. B sends two of 300 tokens when A has the level 50,000.
+        start     B       A       B       A       A      ...   B is lifted to 50,000, and comes first since A goes on
+        level A   50,010  50,010  50,210  50,310  50,510       (its streams get tokens in each step)
+        level B   50,000  50,300  50,300  50,600  50,600       B's streams get tokens, too
+    """
+
+    def __init__(self) -> None:
+        self._by_age: dict[str, OrderedRequests] = {}  # by client
+        self._num_waiting: Counter[str] = Counter()  # of each client that waits, parked requests included
+        self._running: dict[str, Request] = {}
+        self._counted: dict[str, int] = {}  # tokens of each running request when it was counted last
+        self._levels: dict[str, int] = {}  # of clients that wait or run, and of some that have left
+
+    def by_client(self) -> Iterator[OrderedRequests]:
+        """The requests in order of each client, the oldest first."""
+        return iter(self._by_age.values())
+
+    def first(self) -> Request | None:
+        """The request to serve next. It stays."""
+        heads = self.heads()
+        return min(heads, key=self.turn) if len(heads) > 1 else heads[0] if heads else None
+
+    def heads(self) -> list[Request]:
+        """The oldest request in order of each client."""
+        return [request for of_client in self._by_age.values() if (request := of_client.first()) is not None]
+
+    def turn(self, request: Request) -> tuple[int, float]:
+        """The order of requests: by their clients' levels (0 if one has left), then by age."""
+        return self._levels.get(request.client, 0), request.arrival_s
+
+    # --- waiting --------------------------------------------------------------------------------------------
+
+    def begin_to_wait(self, request: Request) -> None:
+        """A request waits from now on; `push` follows."""
+        client = request.client
+        if client not in self._num_waiting:
+            if self._levels.keys() - {client}:
+                self.settle()
+            floor = min((self._levels[other] for other in self._num_waiting), default=None)
+            if floor is None:
+                floor = max(self._levels.values(), default=0)
+            self._levels[client] = max(self._levels.get(client, 0), floor)
+        self._num_waiting[client] += 1
+
+    def end_to_wait(self, request: Request) -> None:
+        """A request has left the queue, after a `remove`."""
+        self._num_waiting[request.client] -= 1
+        if not self._num_waiting[request.client]:
+            del self._num_waiting[request.client]
+
+    def push(self, request: Request, key: float) -> None:
+        """Puts a waiting request in order. Of one client's, the one with the smallest key comes first."""
+        self._by_age.setdefault(request.client, OrderedRequests()).push(request, key)
+
+    def remove(self, request: Request) -> None:
+        """Takes a waiting request out of the order: it is parked, or will not wait any more."""
+        of_client = self._by_age[request.client]
+        of_client.remove(request)
+        if not of_client:
+            del self._by_age[request.client]
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        """A request that has waited runs: what is computed for it from now on counts."""
+        self._running[request.request_id] = request
+        self._counted[request.request_id] = _num_tokens(request)
+
+    def stop(self, request_id: str) -> None:
+        """A request runs no more."""
+        if (request := self._running.get(request_id)) is not None:
+            self.count(request)
+            del self._running[request_id], self._counted[request_id]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is more than one client, so that levels matter."""
+        return len(self._levels) > 1
+
+    def count(self, request: Request, num_more: int = 0) -> None:
+        """Counts what was computed for a running request, and `num_more` prompt tokens that the next step computes."""
+        num_tokens = _num_tokens(request, num_more)
+        self._levels[request.client] += num_tokens - self._counted[request.request_id]
+        self._counted[request.request_id] = num_tokens
+
+    def settle(self) -> None:
+        """Counts for all running requests, and forgets clients without requests."""
+        for request in self._running.values():
+            self.count(request)
+        active = self._active()
+        self._levels = {client: level for client, level in self._levels.items() if client in active}
+
+    def _active(self) -> set[str]:
+        return {request.client for request in self._running.values()}.union(self._num_waiting)
+
+    def check_integrity(self) -> None:
+        """Asserts that each client with requests has a level, and that its requests are in order."""
+        for client, of_client in self._by_age.items():
+            of_client.check_integrity()
+            assert 0 < len(of_client) <= self._num_waiting[client], "a client's count of waiting requests is wrong"
+        assert all(count > 0 for count in self._num_waiting.values()), "a client without requests is kept"
+        assert self._running.keys() == self._counted.keys(), "a request is counted that does not run"
+        assert self._active() <= self._levels.keys(), "a client has no level"
+
+
+def _num_tokens(request: Request, num_more: int = 0) -> int:
+    """The tokens computed for a request, and one more for each of its output; cached ones count as computed."""
+    num_computed = max(request.num_computed_tokens + num_more, request.num_ever_computed)
+    return num_computed + len(request.output_token_ids)

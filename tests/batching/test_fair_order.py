@@ -1,0 +1,281 @@
+"""Clients of one tier share it equally, whatever each of them sends."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from mlx_server.batching.fair_order import FairOrder
+from mlx_server.batching.limits import QueueLimits
+from mlx_server.errors import QueueFullError, QuotaExceededError
+from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken
+from mlx_server.request import Priority, Request
+from tests.batching.worlds import make_request, make_scheduler, step_seconds, waiting
+
+
+class Device:
+    """A scheduler and a clock that moves on by what steps take: 50 ms if anyone decodes, and 1 ms for each token of a
+    longer chunk. Each client that floods keeps its number of requests open."""
+
+    def __init__(self, num_blocks: int = 4000, **limits: Any) -> None:
+        limits = {"target_step_s": 0.15, "context_doubling_tokens": 1e12, "aging_rate": 0.1, **limits}
+        self.scheduler = make_scheduler(num_blocks, **limits)
+        self.now = 100.0
+        self.requests: dict[str, Request] = {}
+        self.first_token_s: dict[str, float] = {}
+        self.started: list[str] = []
+        self.floods: dict[str, tuple[Any, ...]] = {}
+        self.served: Counter[str] = Counter()  # tokens of each client
+
+    def add(self, client: str, num_tokens: int, max_tokens: int, priority: Priority = Priority.NORMAL) -> str:
+        name = f"{client}{len(self.requests)}"
+        token_ids = [1000 + len(self.requests), *[0] * (num_tokens - 1)]
+        request = make_request(name, token_ids, max_tokens, priority=priority, arrival_s=self.now, client=client)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return name
+
+    def flood(self, client: str, num_open: int, *sizes: Any) -> None:
+        """`sizes` are those of `add`; a length may be a function."""
+        self.floods[client] = sizes
+        for _ in range(num_open):
+            self._add_flood(client)
+
+    def step(self) -> None:
+        output = self.scheduler.schedule(self.now)
+        assert output is not None, "nothing can run"
+        self.started += [data.request_id for data in output.new_requests]
+        for chunk in output.chunks:
+            self.served[self.requests[chunk.request_id].client] += chunk.num_tokens + chunk.is_sampling
+        seconds = step_seconds(output)
+        self.now += seconds
+        sampled = {chunk.request_id: SampledToken(7) for chunk in output.chunks if chunk.is_sampling}
+        for result in self.scheduler.update(ModelRunnerOutput(output.step_id, sampled, step_time_s=seconds)):
+            self._take(result)
+        self.scheduler.check_integrity()
+
+    def run_until_first_token(self, name: str, most_steps: int = 2000) -> float:
+        """How long after its arrival a request has its first token."""
+        for _ in range(most_steps):
+            if name in self.first_token_s:
+                return self.first_token_s[name] - self.requests[name].arrival_s
+            self.step()
+        raise AssertionError(f"{name} has no token after {most_steps} steps")
+
+    def _take(self, result: RequestOutput) -> None:
+        self.first_token_s.setdefault(result.request_id, self.now)
+        client = self.requests[result.request_id].client
+        if result.finish_reason is not None and client in self.floods:
+            self._add_flood(client)
+
+    def _add_flood(self, client: str) -> None:
+        sizes = [size() if callable(size) else size for size in self.floods[client]]
+        self.add(client, *sizes)
+
+
+def test_a_request_does_not_wait_for_the_hundred_of_another_client() -> None:
+    device, rng = Device(max_num_seqs=8), random.Random(1)
+    device.flood("A", 100, 200, lambda: rng.randint(5, 60))
+    for _ in range(40):
+        device.step()
+    name = device.add("B", 200, 10)
+    num_started = len(device.started)
+    device.run_until_first_token(name)
+    before = device.started[num_started : device.started.index(name)]
+    assert len(before) <= 1, "it starts when a seat is free"
+    again = device.add("A", 200, 10)
+    num_started = len(device.started)
+    device.run_until_first_token(again)
+    assert device.started.index(again) - num_started >= 90, "requests of one client keep their order"
+
+
+def test_without_another_client_nothing_is_counted() -> None:
+    device = Device(max_num_seqs=2)
+    device.flood("A", 5, 40, 3)
+    for _ in range(30):
+        device.step()
+    assert device.started == sorted(device.started, key=lambda name: device.requests[name].arrival_s)
+    order = device.scheduler._table.waiting._by_turn[Priority.NORMAL]
+    assert not order.is_shared
+
+
+def test_the_example_of_the_docstring() -> None:
+    order = FairOrder()
+    requests = [make_request(f"a{index}", 200, 100, arrival_s=index, client="A") for index in range(9)]
+    requests += [make_request(f"b{index}", 300, 100, arrival_s=50 + index, client="B") for index in range(2)]
+    for request in requests:
+        order.begin_to_wait(request)
+        order.push(request, request.arrival_s)
+    found = []
+    while (request := order.first()) is not None:
+        order.remove(request)
+        order.end_to_wait(request)
+        order.start(request)
+        order.count(request, request.num_tokens)
+        found.append((request.request_id, order.turn(requests[0])[0], order.turn(requests[-1])[0]))
+    assert found[:6] == [
+        ("a0", 200, 0),
+        ("b0", 200, 300),
+        ("a1", 400, 300),
+        ("b1", 400, 600),
+        ("a2", 600, 600),
+        ("a3", 800, 600),
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([2, 4, 8]),
+    st.tuples(*[st.sampled_from([20, 200, 1500])] * 2),
+    st.tuples(*[st.sampled_from([3, 20, 60])] * 2),
+    st.tuples(*[st.sampled_from([9, 12, 40])] * 2),
+)
+def test_clients_that_wait_get_the_same_tokens(
+    seed: int, max_num_seqs: int, prompts: tuple[int, int], outputs: tuple[int, int], num_open: tuple[int, int]
+) -> None:
+    """Two clients that always wait differ at most by what all seats may hold, as in Sheng et al., whatever lengths and
+    numbers of requests they send. In order of arrival, one would get as many times more as it has requests open."""
+    rng = random.Random(seed)
+    device = Device(max_num_seqs=max_num_seqs, max_num_batched_tokens=512)
+    for client, size, num_tokens, count in zip("AB", prompts, outputs, num_open):
+        device.flood(
+            client, count, lambda size=size: rng.randint(1, size), lambda most=num_tokens: rng.randint(1, most)
+        )
+    largest = max(size + 2 * num_tokens for size, num_tokens in zip(prompts, outputs))
+    for _ in range(150):
+        device.step()
+        assert abs(device.served["A"] - device.served["B"]) <= max_num_seqs * largest + 512
+
+
+def test_a_long_prompt_gets_half_of_the_tokens_beside_a_flood_of_short_ones() -> None:
+    device = Device(max_num_seqs=16)
+    device.flood("A", 50, 100, 1)
+    for _ in range(5):
+        device.step()
+    before = device.served.copy()
+    name = device.add("B", 20_000, 1)
+    device.run_until_first_token(name)
+    given = device.served - before
+    assert given["B"] == 20_001
+    assert given["A"] <= 1.1 * given["B"], "before it there were only prompts of the other client"
+
+
+def test_what_a_client_did_not_use_is_not_saved_up() -> None:
+    """B's single stream needs little for a long time; when B floods, too, both get the same from then on."""
+    device = Device(max_num_seqs=8)
+    device.flood("A", 40, 100, 20)
+    device.add("B", 10, 400)
+    for _ in range(350):
+        device.step()
+    assert device.served["A"] > 10 * device.served["B"]
+    device.flood("B", 40, 100, 20)
+    before = device.served.copy()
+    for _ in range(200):
+        device.step()
+    given = device.served - before
+    assert given["A"] == pytest.approx(given["B"], rel=0.15)
+
+
+def test_a_client_without_requests_is_forgotten() -> None:
+    device = Device(max_num_seqs=4)
+    for index in range(50):
+        device.run_until_first_token(device.add(f"client {index}", 40, 1))
+    device.add("A", 40, 1)
+    device.step()
+    assert len(device.scheduler._table.waiting._by_turn[Priority.NORMAL]._levels) <= 2
+
+
+def test_in_a_worse_tier_clients_share_what_age_gives_it() -> None:
+    """HIGH takes all it can. LOW's eighth does not go to A alone, whose hundred requests are all older than B's."""
+    device = Device(max_num_seqs=8)
+    device.flood("A", 100, 100, 5, Priority.LOW)
+    device.flood("H", 40, 300, 5, Priority.HIGH)
+    for _ in range(100):
+        device.step()
+    name = device.add("B", 100, 5, Priority.LOW)
+    num_started = len(device.started)
+    device.run_until_first_token(name)
+    before = [other for other in device.started[num_started : device.started.index(name)] if other.startswith("A")]
+    assert len(before) <= 2
+
+
+def test_a_preempted_request_is_not_counted_twice() -> None:
+    device = Device(num_blocks=70, max_num_seqs=8)
+    device.flood("A", 12, 150, 600)
+    device.flood("B", 12, 150, 600)
+    for _ in range(1500):
+        device.step()
+    assert device.scheduler.counters.num_preemptions > 0
+    tokens = Counter[str]()
+    for name, request in device.requests.items():
+        tokens[request.client] += (name in device.first_token_s) * (150 + 2 * request.num_output_tokens)
+    assert tokens["A"] == pytest.approx(tokens["B"], abs=8 * 150 + 600)
+
+
+# --- the queue's limits ---------------------------------------------------------------------------------------
+
+
+def ids(outputs: list[RequestOutput]) -> list[str]:
+    return [output.request_id for output in outputs]
+
+
+def test_a_full_queue_has_room_for_a_client_with_fewer_requests() -> None:
+    scheduler = make_scheduler(queue=QueueLimits(max_num_waiting=9))
+    for index in range(9):
+        scheduler.add_request(make_request(f"a{index}", client="A", arrival_s=index))
+    displaced: list[RequestOutput] = []
+    for index in range(4):
+        displaced += scheduler.add_request(make_request(f"b{index}", client="B", arrival_s=10 + index))
+    assert ids(displaced) == ["a8", "a7", "a6", "a5"]
+    error = displaced[0].error
+    assert isinstance(error, QueueFullError)
+    assert error.message == (
+        "The queue is full (9 requests wait), and one of a key that has fewer waiting has taken this one's place. "
+        "Try again later."
+    )
+    assert error.reason == "displaced"
+    for client in "AB":
+        with pytest.raises(QueueFullError, match="9 requests wait already"):
+            scheduler.add_request(make_request("one more", client=client, arrival_s=20))
+    assert ids(scheduler.add_request(make_request("c", client="C", arrival_s=21))) == ["a4"]
+    scheduler.check_integrity()
+    assert len(waiting(scheduler)) == 9
+
+
+def test_a_queue_full_of_tokens_has_room_for_a_client_with_fewer() -> None:
+    scheduler = make_scheduler(queue=QueueLimits(max_queued_tokens=100))
+    scheduler.add_request(make_request("a0", 70, client="A"))
+    scheduler.add_request(make_request("a1", 30, client="A", arrival_s=1))
+    with pytest.raises(QueueFullError, match="100 prompt tokens wait already and this request has 40"):
+        scheduler.add_request(make_request("b", 40, client="B", arrival_s=2))  # it would need both places
+    assert ids(scheduler.add_request(make_request("b", 30, client="B", arrival_s=2))) == ["a1"]
+    scheduler.check_integrity()
+
+
+def test_worse_tiers_go_before_fuller_clients() -> None:
+    scheduler = make_scheduler(queue=QueueLimits(max_num_waiting=4))
+    for index in range(3):
+        scheduler.add_request(make_request(f"a{index}", client="A", arrival_s=index))
+    scheduler.add_request(make_request("low", client="C", priority=Priority.LOW))
+    assert ids(scheduler.add_request(make_request("b0", client="B", arrival_s=5))) == ["low"]
+    assert ids(scheduler.add_request(make_request("b1", client="B", arrival_s=6))) == ["a2"]
+
+
+def test_a_tiers_own_limit_is_shared_too() -> None:
+    limits = QueueLimits(max_num_waiting=3)
+    scheduler = make_scheduler(queue=QueueLimits(max_num_waiting=5), tiers={"free": limits, "paid": limits})
+    for index in range(3):
+        scheduler.add_request(make_request(f"a{index}", client="A", tier="free", arrival_s=index))
+        if index < 2:
+            scheduler.add_request(make_request(f"p{index}", client="P", tier="paid", arrival_s=index))
+    assert ids(scheduler.add_request(make_request("b0", client="B", tier="free", arrival_s=5))) == ["a2"]
+    with pytest.raises(QuotaExceededError, match="3 requests of tier free wait already"):
+        scheduler.add_request(make_request("b1", client="B", tier="free", arrival_s=6))
+    assert {request.request_id for request in waiting(scheduler)} == {"a0", "a1", "b0", "p0", "p1"}
+    scheduler.check_integrity()
