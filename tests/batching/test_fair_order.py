@@ -218,6 +218,24 @@ def test_a_preempted_request_is_not_counted_twice() -> None:
     assert tokens["A"] == pytest.approx(tokens["B"], abs=8 * 150 + 600)
 
 
+@pytest.mark.parametrize(("client", "num_cached"), [("B", 320), ("A", 0)])
+def test_a_client_s_prefix_outlives_the_flood_of_another(client: str, num_cached: int) -> None:
+    """And not its own flood: of one client, the least recently used goes."""
+    device = Device(num_blocks=100, max_num_seqs=2)
+    chat = [5] * 330
+    device.scheduler.add_request(make_request("first", chat, 1, client=client, arrival_s=device.now))
+    device.requests["first"] = device.scheduler._table.requests["first"]
+    device.run_until_first_token("first")
+    device.flood("A", 4, 200, 1)
+    while device.scheduler.counters.num_block_evictions < 400:
+        device.step()
+    request = make_request("second", [*chat, 6], 1, client=client, arrival_s=device.now)
+    device.requests["second"] = request
+    device.scheduler.add_request(request)
+    device.run_until_first_token("second")
+    assert request.num_cached_tokens == num_cached
+
+
 # --- the queue's limits ---------------------------------------------------------------------------------------
 
 

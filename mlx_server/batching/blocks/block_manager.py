@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from mlx_server.batching.blocks.block import Block
+from mlx_server.batching.blocks.block import Block, FreeBlockQueue
 from mlx_server.batching.blocks.block_pool import BlockPool, BlockSupply
 from mlx_server.batching.blocks.layer_groups import BlockTable, LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import (
@@ -185,7 +185,7 @@ class PagedBlockManager(BlockPool):
         self._num_allocated[request.request_id] = max(num_allocated, num_blocks_for(num_tokens))
         for table, most in zip(tables, self.groups.most_held):
             for _ in range(table.end(num_tokens, most) - len(table)):
-                table.blocks.append(self._take())
+                table.blocks.append(self._take(request.client))
         new_ids = tuple([table.ids(start) for table, start in zip(tables, num_before)])
         return new_ids if any(new_ids) else ()
 
@@ -211,10 +211,10 @@ class PagedBlockManager(BlockPool):
         new: list[SeenBlock] = []
         for _, _, block in seen:
             if block is not None:
-                self._reference(block)
+                self._reference(block, request.client)
         for index, group, block in seen:
             if block is None:
-                block = self._take()
+                block = self._take(request.client)
                 new.append(SeenBlock(index, group, block))
             tables.setdefault(group, BlockTable([], index)).blocks.append(block)
         self._tables[request.request_id] = [tables[group] for group in range(len(self.groups))]
@@ -276,6 +276,7 @@ class PagedBlockManager(BlockPool):
             return False
         for _, block in list(self._cache):
             self._evict(block)
+        self._free = FreeBlockQueue(self._blocks)
         if self.checkpoints is not None:
             self.checkpoints.clear()
         self._cache.on_cleared()
@@ -310,7 +311,7 @@ class PagedBlockManager(BlockPool):
     def _start(self, request: Request, prefix: CachedPrefix) -> list[BlockTable]:
         """The tables of a request that is admitted: they begin with its cached prefix."""
         for block in prefix:
-            self._reference(block)
+            self._reference(block, request.client)
             self.observer.on_hit(block)
         self._found.pop(request, None)
         if prefix:

@@ -89,8 +89,7 @@ class BlockPool:
     cached block whose content is about to be lost. Not thread-safe.
 
     A block with `ref_cnt` 0 is in the free queue. If it also has a hash, it is still in the prefix cache: all unused
-    memory is prefix cache. Taking such a block from the queue evicts it. Empty blocks are taken first, then the least
-    recently used.
+    memory is prefix cache. Taking such a block from the queue evicts it.
 
     A block that is given up may be taken at once, although submitted steps still read or write it: steps run in the
     order in which they are composed, so the step that takes it runs after all of these.
@@ -180,22 +179,23 @@ class BlockPool:
 
     # --- for `PagedBlockManager` ----------------------------------------------------------------------------
 
-    def _reference(self, block: Block) -> None:
-        """A request shares a cached block."""
+    def _reference(self, block: Block, client: str) -> None:
+        """A client's request shares a cached block."""
         if block.ref_cnt == 0:
             self._free.remove(block)
             self._forget(block)
         block.ref_cnt += 1
+        if block.client != client:
+            block.client = None
 
-    def _take(self) -> Block:
+    def _take(self, client: str) -> Block:
         """A free block for a request's own tokens; there must be one."""
-        first = self._free.first
-        if first is not None and first.block_hash is not None:
+        if not self._free.has_empty:
             self._grow(1, is_needed=False)
         block = self._free.popleft()
         if block.block_hash is not None:
             self._lose(block)
-        block.ref_cnt = 1
+        block.ref_cnt, block.client = 1, client
         self.observer.on_taken(block)
         return block
 

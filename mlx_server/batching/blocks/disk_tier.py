@@ -353,6 +353,7 @@ class DiskTier:
             arrival_s=request.arrival_s,
             max_total_tokens=num_tokens + 1,
             priority=Priority.HIGH,
+            client=request.client,
             extra_keys=request.extra_keys,
             adapter=request.adapter,
             adapter_key=request.adapter_key,

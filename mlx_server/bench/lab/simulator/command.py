@@ -400,7 +400,8 @@ def _run_flooded(
 ) -> SimulationMetrics:
     """The flood lasts from the beginning to the last arrival."""
     until_s = max((traced.arrival_s for traced in arrivals), default=0.0)
-    flood = Flood(Traffic(_mix(args), args.seed + 1), Priority.NORMAL, args.flood, until_s)
+    traffic = Traffic(_mix(args), args.seed + 1, first_id=2**40)
+    flood = Flood(traffic, Priority.NORMAL, args.flood, until_s)
     return simulation.run([*flood.first(), *arrivals], flood.next_of)
 
 

@@ -54,12 +54,13 @@ class Mix:
 
 
 class Traffic:
-    """Generates requests of one mix, reproducibly for a seed."""
+    """Generates requests of one mix, reproducibly for a seed. The blocks of its prompts have ids from `first_id` on."""
 
-    def __init__(self, mix: Mix, seed: int) -> None:
+    def __init__(self, mix: Mix, seed: int, first_id: int = 0) -> None:
         self._mix = mix
         self._rng = random.Random(seed)
-        self._fresh_ids = count(mix.num_prefixes * _num_blocks(mix.prefix_tokens))
+        self._first_id = first_id
+        self._fresh_ids = count(first_id + mix.num_prefixes * _num_blocks(mix.prefix_tokens))
         self._popularity = [1.0 / (rank + 1) for rank in range(mix.num_prefixes)]
 
     def poisson(self, rate: float, tier: Priority | None = None, start_s: float = 0.0) -> Iterator[TracedRequest]:
@@ -106,7 +107,8 @@ class Traffic:
         """The blocks of one of the shared prefixes."""
         chosen = self._rng.choices(range(self._mix.num_prefixes), self._popularity)[0]
         per_prefix = _num_blocks(self._mix.prefix_tokens)
-        return range(chosen * per_prefix, (chosen + 1) * per_prefix)
+        first = self._first_id + chosen * per_prefix
+        return range(first, first + per_prefix)
 
     def _draw(self, arrival_s: float, tier: Priority | None, shared_ids: Sequence[int]) -> TracedRequest:
         mix, rng = self._mix, self._rng
