@@ -121,7 +121,7 @@ class ContinuousBatchingScheduler:
         return dict(self._table.queued_requests)
 
     def in_order(self) -> Iterator[Request]:
-        """Running requests, then waiting ones in the order of their turns. None may come or go meanwhile."""
+        """Running requests, then waiting ones by effective priority. None may come or go meanwhile."""
         return chain(self._table.running, self._table.waiting)
 
     def running(self) -> Iterator[Request]:
