@@ -3,6 +3,7 @@ that only enforce the tools' own grammars if the model calls one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -19,12 +20,19 @@ from mlx_server.engine.grammar.schema import (
     referenced,
 )
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
-from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression, json_options
-from mlx_server.engine.grammar.structural_tag import terminal as _terminal
+from mlx_server.engine.grammar.structural_tag import (
+    ANY_TEXT,
+    LarkWriter,
+    alternatives,
+    json_expression,
+    json_options,
+    terminal,
+)
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.notations import NUMBER_KEYWORDS, NotationWriter
-from mlx_server.engine.tools.values import ALL_KINDS, TypeResolver, ValueTypes
+from mlx_server.engine.tools.texts import TextWriter, fits, without
+from mlx_server.engine.tools.values import ALL_KINDS, TEXT, TypeResolver, ValueTypes
 from mlx_server.errors import InvalidRequestError
 
 
@@ -39,13 +47,16 @@ class ForcedCalls:
 
 
 _PLAIN = r"/[^<&\n]*/"
+_SECTION, _END_OF_SECTION = "<![CDATA[", "]]>"
 _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
 _OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
-"""Not enforced in texts without quotes: the end of the text is searched first, and llguidance's own reading of these
-keywords is for quoted texts alone."""
+"""Not always enforced in texts without quotes."""
+_FREE = (*_OF_TEXTS, "minItems", "maxItems", "uniqueItems")
+"""Never enforced in a model's own notation."""
+_WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
 
 def force_tool_calls(
@@ -82,9 +93,7 @@ def force_tool_calls(
     except RecursionError as error:  # references can nest as deep as there are definitions
         raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
     spec = StructuredSpec(StructuredKind.LARK, source, param="tools", fields=grammar.fields)
-    return ForcedCalls(
-        spec, form.is_opened and not is_free, tuple(filter(grammar.free_keywords.__contains__, _OF_TEXTS))
-    )
+    return ForcedCalls(spec, form.is_opened and not is_free, tuple(filter(grammar.free_keywords.__contains__, _FREE)))
 
 
 def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
@@ -203,6 +212,7 @@ class _CallGrammar:
             return self._parameters(schema, self._format.parameter, where)
         if self._format.notation is None:
             return json_expression({"type": "object", **schema}, self._json_options)
+        changed_schema(schema, lambda inner: self.free_keywords.update(inner.keys() & _FREE))
         written = NotationWriter(self._writer, self._format.notation, schema).arguments()
         if written is None:
             raise self._unwritable(f"{where} requires arguments whose names or types", where)
@@ -218,18 +228,21 @@ class _CallGrammar:
     def _parameters(self, schema: Mapping[str, Any], parameter: Parameter, where: str) -> str:
         required = schema.get("required", ())
         written = []
-        arguments = _TaggedArguments(schema)
+        arguments = _TaggedArguments(schema, self.free_keywords)
         for key, value_schema in schema.get("properties", {}).items():
             if TAG_SAFE.fullmatch(key) is None:
                 if key in required:
                     raise self._unwritable(f"{where} requires {key!r}, which", where)
                 continue
             expression = self._parameter(key, value_schema, arguments, parameter)
-            written.append(expression if key in required else f"({expression})?")
+            if expression is None and key in required:
+                raise InvalidRequestError(f"{where} requires {key!r}, but no value can fit its schema.", where)
+            if expression is not None:
+                written.append(expression if key in required else f"({expression})?")
         return " ".join(written) or '""'
 
-    def _parameter(self, key: str, schema: Any, arguments: _TaggedArguments, parameter: Parameter) -> str:
-        """Matches one argument, and what precedes and follows it."""
+    def _parameter(self, key: str, schema: Any, arguments: _TaggedArguments, parameter: Parameter) -> str | None:
+        """Matches one argument, and what precedes and follows it; None if no value can fit."""
         types = arguments.types.whole(schema)
         kinds = _written_kinds(types)
         if types.kinds == ALL_KINDS or ("string" in types.kinds and types.texts is None and not parameter.is_typed):
@@ -240,14 +253,15 @@ class _CallGrammar:
                 types = ValueTypes(ALL_KINDS)
             else:
                 values.append((group[0], value))
-        if "string" in types.kinds:
-            values.insert(0, ("string", self._text(schema, types.texts, arguments, parameter)))
+        if "string" in types.kinds and (text := self._text(schema, types, arguments, parameter)) is not None:
+            values.insert(0, ("string", text))
         written: dict[str, list[str]] = {}  # values by what precedes them
         for kind, value in values:
             before = parameter.before.format(key=key, type="number" if kind == "integer" else kind)
             written.setdefault(before, []).append(value)
         literal = self._writer.literal
-        return alternatives(f"{literal(before)} {alternatives(choices)}" for before, choices in written.items())
+        choices = [f"{literal(before)} {alternatives(group)}" for before, group in written.items()]
+        return alternatives(choices) if choices else None
 
     def _json(self, schema: Mapping[str, Any], arguments: _TaggedArguments, kinds: list[str], after: str) -> str | None:
         """Matches a value of one of these kinds, as JSON, and what follows it. None if there is no room for its schema
@@ -307,17 +321,9 @@ class _CallGrammar:
             "value", f"{alternatives(map(self._writer.literal, texts))} {self._writer.literal(after)}"
         )
 
-    def _text(
-        self, schema: Any, texts: tuple[str, ...] | None, arguments: _TaggedArguments, parameter: Parameter
-    ) -> str:
-        """Matches an unquoted string, one of `texts` if not None, and what follows it. It ends at the first `after`."""
-        after = parameter.after
-        if self._has_pattern:
-            pattern = schema["pattern"][1:-1]
-            if self._writer.begins_with_added_token(after):
-                return f"{self._writer.rule('REGEX', _terminal(pattern))} {self._writer.literal(after)}"
-            # One terminal: llguidance never backtracks to an earlier end of the text.
-            return self._writer.rule("REGEX", _terminal(pattern + re.escape(after)))
+    def _text(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str | None:
+        """Matches an unquoted string that fits the schema, and what follows it; None if no string fits."""
+        after, texts = parameter.after, types.texts
         if texts is not None:
             if texts not in arguments.written and (size := sum(map(len, texts))) <= self._room:
                 self._room -= size
@@ -325,27 +331,68 @@ class _CallGrammar:
                 arguments.written[texts] = self._any_of(written, after)
             if (expression := arguments.written.get(texts)) is not None:
                 return expression
+        if (content := self._content(schema, types, arguments, parameter)) is not None:
+            if content not in arguments.written:
+                arguments.written[content] = self._of_content(content, parameter)
+            return arguments.written[content]
         self._note_free(schema, arguments.root)
         if not parameter.has_cdata:
             return self._writer.text_until(after)
         plain = f"{self._writer.rule('PLAIN', _PLAIN)} {self._writer.literal(after)}"
-        section = f"{self._writer.literal('<![CDATA[')} {self._writer.text_until(']]>' + after)}"
+        section = f"{self._writer.literal(_SECTION)} {self._writer.text_until(_END_OF_SECTION + after)}"
         return alternatives((plain, section))
+
+    def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str | None:
+        """The terminal of what the schema allows; None if that is anything, or too much to write."""
+        if self._has_pattern:
+            return f"({terminal(schema['pattern'][1:-1])})"
+        others = frozenset() if parameter.is_typed else types.kinds - TEXT
+        content = arguments.texts.terminal(schema) if others <= _WORDS.keys() else None
+        if content is None or len(content) > self._room:
+            return None
+        self._room -= len(content)
+        return alternatives([content, *(_WORDS[kind] for kind in sorted(others))])
+
+    def _of_content(self, content: str, parameter: Parameter) -> str | None:
+        if not parameter.has_cdata:
+            return self._ended(content, parameter.after)
+        section = self._ended(content, _END_OF_SECTION + parameter.after)
+        choices = [self._ended(f"{content} & {_PLAIN}", parameter.after)]
+        choices.append(section and f"{self._writer.literal(_SECTION)} {section}")
+        return alternatives(filter(None, choices)) if any(choices) else None
+
+    def _ended(self, content: str, after: str) -> str | None:
+        """Matches a text of the terminal `content` without what would end it, and `after`; None if there is none."""
+        whole = " & ".join((content, *(terminal(without(end)) for end in (after.strip(), self._parser.end) if end)))
+        with contextlib.suppress(ValueError):  # of a custom tool's regex: it is reported when all is compiled
+            if not fits(whole):
+                return None
+        if self._writer.begins_with_added_token(after):
+            return f"{self._writer.rule('STRING', whole)} {self._writer.literal(after)}"
+        # One terminal: llguidance never backtracks to an earlier end of the text.
+        return self._writer.rule("STRING", f"({whole}) {json.dumps(after)}")
 
 
 class _TaggedArguments:
-    """The arguments of one function, by its schema; equal ones are written once."""
+    """The arguments of one function, by its schema; equal ones are written once. `free` collects keywords that are not
+    enforced."""
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, Any], free: set[str]) -> None:
         self.root = root
         self.types = TypeResolver(root)
+        self.texts = TextWriter(root, self.types, free)
         self.written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
+
+
+_NO_TAG = "^([^<]|<+[^</])*$"
 
 
 def _exclude_closing_tags(schema: dict[str, Any]) -> None:
     """Forbids texts that a parser would read as the end of the argument."""
-    if _may_be(schema, "string") and not _DECIDED & schema.keys():
-        schema["pattern"] = "^([^<]|<+[^</])*$"
+    if "pattern" in schema and isinstance(schema.get("allOf", []), list):
+        schema["allOf"] = [*schema.get("allOf", []), {"pattern": _NO_TAG}]
+    elif _may_be(schema, "string") and not _DECIDED & schema.keys():
+        schema["pattern"] = _NO_TAG
 
 
 def _may_be(schema: Mapping[str, Any], kind: str) -> bool:
@@ -354,7 +401,7 @@ def _may_be(schema: Mapping[str, Any], kind: str) -> bool:
 
 
 def _cdata(text: str) -> str:
-    return f"<![CDATA[{text}]]>" if re.search(r"[<&\n]", text) else text
+    return f"{_SECTION}{text}{_END_OF_SECTION}" if re.search(r"[<&\n]", text) else text
 
 
 def _written_kinds(types: ValueTypes) -> list[str]:

@@ -1,0 +1,174 @@
+"""What a schema says of a string holds in forced calls, too, where the string has no quotes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from mlx_server.engine.tools.grammar import force_tool_calls
+from mlx_server.engine.tools.texts import FORMATS, fits, whole_regex, without
+from mlx_server.engine.tools.written import written_calls
+from mlx_server.errors import InvalidRequestError
+from tests.engine.tools.test_tool_grammar import CALL_WORLD, COMPILERS, WORLDS, force, parser_of, tool, written
+
+TAGGED = ("qwen3_coder", "glm47", "minimax_m2", "minicpm5", "kimi_k3")
+DEFINITIONS = {
+    "code": {"type": "string", "pattern": "^[a-z]{2}$"},
+    "circle": {"anyOf": [{"type": "string", "maxLength": 3}, {"$ref": "#/$defs/circle"}]},
+}
+
+
+def parameters(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": DEFINITIONS}
+
+
+def takes(name: str, schema: Any, value: Any) -> bool:
+    """Whether a forced call may have the argument `value`."""
+    compiler = COMPILERS.get(name, COMPILERS[""])
+    constraint = compiler.compile(force(name, [tool("f", parameters(schema))], is_parallel=False).spec).start()
+    text = written_calls(parser_of(name), [{"name": "f", "arguments": {"a": value}}])
+    ids = WORLDS.get(name, CALL_WORLD).encode(text, add_special_tokens=False)
+    return all(constraint.accept(token_id) for token_id in ids)
+
+
+HELD: list[tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = [
+    ({"type": "string", "pattern": "^[A-Z]{3}-[0-9]+$"}, ("ABC-12",), ("AB-12", "ABC-", "xABC-1")),
+    ({"type": "string", "pattern": "b"}, ("b", "abc", "a\nb"), ("", "ac")),
+    ({"type": "string", "pattern": "^a|c$"}, ("ab", "bc"), ("bcb", "b")),
+    ({"type": "string", "pattern": "^a/b$"}, ("a/b",), ("a",)),
+    ({"type": "string", "pattern": r"^\d[\w-]$"}, ("1_", "1-"), ("1", "١a")),
+    ({"type": "string", "minLength": 2, "maxLength": 4}, ("ab", "abcd", "éé你🙂"), ("a", "abcde", "")),
+    ({"type": "string", "format": "date"}, ("2024-02-29",), ("2024-02-30", "today")),
+    ({"type": "string", "format": "ipv4"}, ("127.0.0.1",), ("256.0.0.1", "1.2.3")),
+    ({"anyOf": [{"type": "string", "pattern": "^a+$"}, {"type": "null"}]}, ("aa", None), ("b", "nul")),
+    ({"type": ["string", "boolean"], "pattern": "^a+$"}, ("aa", True, False), ("b",)),
+    ({"anyOf": [{"$ref": "#/$defs/code"}, {"enum": ["other", "none"]}]}, ("de", "other"), ("d", "oth")),
+    ({"allOf": [{"$ref": "#/$defs/code"}, {"pattern": "^d"}]}, ("de",), ("ed", "def")),
+    ({"type": "string", "pattern": "^[a-c]*$", "maxLength": 3}, ("abc", ""), ("abca", "d")),
+]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(("schema", "good", "bad"), HELD)
+def test_texts_without_quotes_fit_their_schema(
+    name: str, schema: dict[str, Any], good: tuple[Any, ...], bad: tuple[Any, ...]
+) -> None:
+    if name == "kimi_k3":  # writes the types of its values
+        good = tuple(value for value in good if isinstance(value, str))
+    assert [value for value in good if not takes(name, schema, value)] == []
+    assert [value for value in bad if takes(name, schema, value)] == []
+    assert force(name, [tool("f", parameters(schema))]).notes == ()
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "pattern": "<"}, {"type": "string", "minLength": 3, "maxLength": 60}]
+)
+def test_a_text_that_may_have_its_own_end_is_read_back(name: str, schema: dict[str, Any]) -> None:
+    outputs = written(name, [tool("f", parameters(schema))], range(30), is_parallel=False)
+    assert len(outputs) >= 10
+    for ((_, arguments),) in outputs:
+        jsonschema.validate(arguments, parameters(schema))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2"])
+def test_a_pattern_in_json_between_tags_has_no_closing_tag(name: str) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": "^a.*b$"}}
+    assert takes(name, schema, ["a<b", "ab"])
+    assert not takes(name, schema, ["a</parameter>b"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "string", "pattern": "(?=a)a", "maxLength": 3}, ("pattern",)),
+        ({"type": "string", "pattern": r"a\b"}, ("pattern",)),
+        ({"type": "string", "pattern": "(^a|b)c"}, ("pattern",)),
+        ({"type": "string", "format": "colour"}, ("format",)),
+        ({"type": ["string", "integer"], "pattern": "^a$"}, ("pattern",)),
+        ({"type": "string", "minLength": "long"}, ("minLength",)),
+        ({"$ref": "#/$defs/circle"}, ("maxLength",)),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], named: tuple[str, ...]) -> None:
+    assert force("glm47", [tool("f", parameters(schema))]).notes == named
+    assert takes("glm47", schema, "abc")
+    assert takes("glm47", schema, "abcd") == ("maxLength" not in schema)
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("(", "regex parse error"), ("^[0-9]+$", None)])
+def test_a_custom_tools_regex_is_enforced_or_refused(pattern: str, message: str | None) -> None:
+    forced = force_tool_calls(
+        CALL_WORLD, parser_of("qwen3_coder"), [tool("f", parameters({"type": "string"}))], patterns={"f": pattern}
+    )
+    if message is None:
+        COMPILERS[""].compile(forced.spec)
+    else:
+        with pytest.raises(InvalidRequestError, match=message):
+            COMPILERS[""].compile(forced.spec)
+
+
+UNFIT = {"type": "string", "pattern": "^a{5,}$", "maxLength": 3}
+
+
+def test_a_text_that_no_string_can_fit_is_refused_or_left_out() -> None:
+    with pytest.raises(InvalidRequestError, match=r"tools\[0\].function.parameters requires 'a', but no") as caught:
+        force("glm47", [tool("f", parameters(UNFIT))])
+    assert caught.value.param == "tools[0].function.parameters"
+    optional = parameters(UNFIT) | {"required": []}
+    assert written("glm47", [tool("f", optional)], range(3), is_parallel=False) == [[("f", {})]] * 3
+
+
+GOOD = {
+    "date": ("2024-02-29", "1999-12-31"),
+    "time": ("23:59:60Z", "01:02:03.5+01:00"),
+    "date-time": ("2024-01-01T00:00:00Z",),
+    "duration": ("P1Y2M3D", "PT5M", "P3W", "P1DT1H"),
+    "email": ("a.b+c@example.org",),
+    "hostname": ("a-b.example.org", "localhost"),
+    "ipv4": ("0.0.0.0", "255.255.255.255"),
+    "ipv6": ("::", "::1", "fe80::1:2", "1:2:3:4:5:6:7:8", "1::"),
+    "uuid": ("123e4567-e89b-12d3-a456-426614174000",),
+    "uri": ("https://a.example:80/b/c?d=e#f", "mailto:a@b.org", "urn:x:y"),
+}
+BAD = {
+    "date": ("2024-13-01", "2024-04-31"),
+    "time": ("24:00:00Z", "01:02"),
+    "date-time": ("2024-01-01",),
+    "duration": ("P", "PT", "1Y"),
+    "email": ("a", "a@", "@b", "a b@c"),
+    "hostname": ("-a", "a..b", "a_b"),
+    "ipv4": ("256.1.1.1", "1.1.1", "01.1.1.1"),
+    "ipv6": ("1", ":", "1:2:3:4:5:6:7:8:9", "::g", "1::2::3"),
+    "uuid": ("123e4567",),
+    "uri": ("a b:c", "//a", "https://a b", "x"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_has_its_own_texts(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert [text for text in GOOD[name] if not takes("glm47", schema, text)] == []
+    assert [text for text in BAD[name] if takes("glm47", schema, text)] == []
+
+
+@pytest.mark.parametrize("end", ["</parameter>", "</a>", "]]>"])
+def test_a_text_without_its_end_may_have_parts_of_it(end: str) -> None:
+    regex = re.compile(without(end))
+    texts = map("".join, itertools.product((end, end[:-1], end[:2], end[0], "a", "\n"), repeat=4))
+    assert [text for text in texts if (regex.fullmatch(text) is None) != (end in text)] == []
+
+
+def test_a_search_becomes_a_regex_of_the_whole_text() -> None:
+    assert whole_regex("^a$") == "(?:a)"
+    assert whole_regex("^a[|$]|b") == "(?:a[|$])(?s:.*)|(?s:.*)(?:b)(?s:.*)"
+    assert whole_regex(r"\^a\$") == r"(?s:.*)(?:\^a\$)(?s:.*)"
+    assert whole_regex("a(b$|c)") is None
+    assert fits("/a/ & /a*/")
+    assert not fits("/a/ & /b/")
+    with pytest.raises(ValueError, match="look-around"):
+        fits("/(?=a)a/")
