@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import llguidance
 
 from mlx_server.engine.fair_slots import ANYONE, FairSlots, Requester, Slot, in_daemon_thread, own_clock
+from mlx_server.engine.grammar.endless import endless_rule
 from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, check_references, keep_bounds
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_options, structural_tag_grammar
@@ -106,6 +107,8 @@ class GrammarCompiler:
         beginning = GrammarConstraint(matcher, self._vocabulary, self.vocab_size)
         if fault := beginning.fault():
             raise _refusal(spec, fault)
+        if spec.kind in (StructuredKind.LARK, StructuredKind.GBNF) and (rule := endless_rule(grammar)) is not None:
+            raise _refusal(spec, f"no output can end in its rule {rule}, which always needs itself again")
         notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
         return CompiledGrammar(beginning, tuple(notes), spec.param)
 

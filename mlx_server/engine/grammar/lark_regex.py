@@ -58,10 +58,7 @@ class _Writer:
         self._known = dict(_imports(grammar))
         if directive := re.search(r"^%\w+", _IMPORT.sub("", grammar), re.MULTILINE):
             raise ValueError(f"it has {directive[0]}; only %import of names in common is supported")
-        body = _IMPORT.sub("", grammar)
-        heads = list(_RULE.finditer(body))
-        ends = [head.start() for head in heads[1:]] + [len(body)]
-        self._bodies = {head[1]: body[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+        self._bodies = dict(rule_bodies(_IMPORT.sub("", grammar)))
         self._open: list[str] = []
 
     def rule(self, name: str) -> str:
@@ -74,6 +71,13 @@ class _Writer:
             self._known[name] = _Expression(self, self._bodies[name]).read()
             self._open.pop()
         return self._known[name]
+
+
+def rule_bodies(grammar: str) -> Iterator[tuple[str, str]]:
+    """The name and the body of each rule and terminal of a grammar without directives."""
+    heads = list(_RULE.finditer(grammar))
+    ends = [head.start() for head in heads[1:]] + [len(grammar)]
+    return ((head[1], grammar[head.end() : end]) for head, end in zip(heads, ends, strict=True))
 
 
 def _check_length(written: str) -> None:
@@ -94,7 +98,7 @@ class _Expression:
 
     def __init__(self, writer: _Writer, body: str) -> None:
         self._writer = writer
-        self._tokens = list(_tokens(body))
+        self._tokens = list(tokens_of(body))
         self._at = 0
 
     def read(self) -> str:
@@ -152,8 +156,9 @@ class _Expression:
         raise ValueError(f"{token!r} is not allowed there")
 
 
-def _tokens(body: str) -> Iterator[tuple[str, str]]:
-    """Yields the kind and text of each token, without spaces, comments and aliases. Texts become regexes."""
+def tokens_of(body: str) -> Iterator[tuple[str, str]]:
+    """Yields the kind and text of each token, without spaces, comments and aliases. Texts become regexes. Raises
+    `ValueError`."""
     at = 0
     while at < len(body):
         found = _TOKEN.match(body, at)

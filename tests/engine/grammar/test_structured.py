@@ -302,6 +302,8 @@ def test_lark_and_gbnf_grammars(grammar: str) -> None:
         ({"grammar": 'start: "a" start'}, "it forces too much text at one place, perhaps without an end"),
         ({"grammar": 'root ::= "a" more\nmore ::= "b" root'}, "(the limit is 50000 items); shorten the text"),
         ({"grammar": "root ::= root"}, "no output can fit it, since a part of it consists only of itself"),
+        ({"grammar": 'root ::= ("hi" | "ho") x\nx ::= "a" x'}, "no output can end in its rule x, which always needs"),
+        ({"grammar": 'start: "b" | y\ny: "c" (z | y)\nz: "d" y "e"?'}, "no output can end in its rule y"),
         ({"regex": "\ud83d"}, "surrogates not allowed"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": 'root ::= "unclosed'}, "Unexpected end"),
