@@ -250,6 +250,9 @@ def _plan(engine: AsyncEngine, written: _Written) -> Plan:
     call, is_open, tools, dialect = written.call, written.is_open, written.call.tool_use.shown, engine.chat.dialect
     target = _target(engine, dialect, call)
     is_split = call.splits_reasoning or dialect.reasoning is None
+    kept_token_ids = dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools))
+    if target.grammar is not None:
+        kept_token_ids |= target.grammar.kept_token_ids
     is_forced = call.tool_use.mode == "required" and is_split  # reasoning that is not split is content
 
     def new_parser() -> OutputParser:
@@ -261,7 +264,7 @@ def _plan(engine: AsyncEngine, written: _Written) -> Plan:
         prompts=(written.prompt,),
         new_parser=new_parser,
         new_constraint=_constraints(engine, dialect, target, is_open, call.max_reasoning_tokens),
-        kept_token_ids=dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools)),
+        kept_token_ids=kept_token_ids,
         continues_text=call.options.continue_final_message,
         can_reason=dialect.reasoning is not None,
         prediction_token_ids=written.prediction_token_ids,

@@ -213,7 +213,7 @@ async def plan_prompts(
         return plan
     grammars = exchange.engine.grammars
     grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.requester)
-    return replace(plan, new_constraint=grammar.start, notes=grammar.notes)
+    return replace(plan, new_constraint=grammar.start, notes=grammar.notes, kept_token_ids=grammar.kept_token_ids)
 
 
 def fill_writer(engine: AsyncEngine, param: str) -> FillWriter:

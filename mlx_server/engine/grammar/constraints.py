@@ -110,7 +110,8 @@ class GrammarCompiler:
         if spec.kind in (StructuredKind.LARK, StructuredKind.GBNF) and (rule := endless_rule(grammar)) is not None:
             raise _refusal(spec, f"no output can end in its rule {rule}, which always needs itself again")
         notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
-        return CompiledGrammar(beginning, tuple(notes), spec.param)
+        kept = self._tokenizer.special_token_ids.difference(self._tokenizer.eos_token_ids)
+        return CompiledGrammar(beginning, tuple(notes), spec.param, kept)
 
     def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
         """Sets `fault` and returns None if that is impossible."""
@@ -179,11 +180,13 @@ _NON_VERBOSE = "\n<non-verbose/>"
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A compiled grammar. `start` returns a new cursor for each output, a copy of the one at its `beginning`; any
-    thread. `notes` name the keywords of the schema that the grammar does not enforce, `param` the request's field."""
+    thread. `notes` name the keywords of the schema that the grammar does not enforce, `param` the request's field.
+    `kept_token_ids` are special tokens that stay in the text: the grammar allows them only where it has their text."""
 
     beginning: GrammarConstraint
     notes: tuple[str, ...]
     param: str
+    kept_token_ids: frozenset[int]
 
     def start(self) -> GrammarConstraint:
         cursor = self.beginning.fork()

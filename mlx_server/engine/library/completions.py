@@ -169,6 +169,8 @@ class RequestBuilder:
     ) -> PromptRequests:
         sampling = self._engine.default_sampling if sampling is None else sampling
         grammar = self._grammar(sampling)
+        if grammar is not None:
+            kept_token_ids |= grammar.kept_token_ids
         adapter = None if adapter == self._engine.names.merged else adapter  # all requests use it
         each = replace(sampling, n=1, structured_outputs=None)
         number = next(self._ids)

@@ -240,6 +240,33 @@ async def test_keywords_of_arguments_that_are_not_enforced_are_named(world: Worl
         assert answer.headers.get("x-schema-not-enforced") == named, family
 
 
+MARKED = "a[ARGS]<|im_start|>b"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"choice": [MARKED]},
+        {"choice": [MARKED, MARKED]},
+        {"regex": re.escape(MARKED)},
+        {"json": {"const": MARKED}},
+        {"grammar": f'root ::= "{MARKED}"'},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": MARKED}}},
+    ],
+)
+@pytest.mark.parametrize("skips", [True, False])
+async def test_special_tokens_in_the_text_of_a_constraint_arrive(world: World, asked: dict[str, Any], skips: bool):
+    world.engine.tokenizer = make_tokenizer(special=("[ARGS]", "<|im_start|>"))
+    world.engine.chat = ChatFormatter(world.engine.tokenizer)
+    world.engine.grammars = GrammarCompiler(world.engine.tokenizer)
+    world.engine.script = writer(world, 0)
+    body = {"structured_outputs": asked, "skip_special_tokens": skips}
+    (choice,) = (await world.chat(**body)).json()["choices"]
+    assert choice["message"]["content"].strip('"') == MARKED
+    (choice,) = (await world.http.post("/v1/completions", json={"prompt": "Hi", **body})).json()["choices"]
+    assert choice["text"].strip('"') == MARKED
+
+
 def allowing(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
