@@ -249,16 +249,17 @@ def _written(
 def _plan(engine: AsyncEngine, written: _Written) -> Plan:
     call, is_open, tools, dialect = written.call, written.is_open, written.call.tool_use.shown, engine.chat.dialect
     target = _target(engine, dialect, call)
-    is_split = call.splits_reasoning or dialect.reasoning is None
     kept_token_ids = dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools))
     if target.grammar is not None:
         kept_token_ids |= target.grammar.kept_token_ids
-    is_forced = call.tool_use.mode == "required" and is_split  # reasoning that is not split is content
+    is_forced = call.tool_use.mode == "required"
 
     def new_parser() -> OutputParser:
-        splitter = new_splitter(dialect, tools, is_open) if call.splits_reasoning else None
+        splitter = new_splitter(dialect, tools, is_open)
         extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
-        return OutputParser(splitter, extractor, call.tool_use.is_parallel, is_forced)
+        if call.splits_reasoning:
+            return OutputParser(splitter, extractor, call.tool_use.is_parallel, is_forced)
+        return OutputParser(None, extractor, call.tool_use.is_parallel, is_forced, splitter if is_forced else None)
 
     return Plan(
         prompts=(written.prompt,),

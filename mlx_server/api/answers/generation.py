@@ -108,10 +108,12 @@ class OutputParser:
         extractor: ToolCallExtractor | None = None,
         is_parallel: bool = True,
         is_forced: bool = False,
+        follower: ReasoningSplitter | HarmonySplitter | None = None,
     ) -> None:
         """Without `is_parallel`, calls after the first are dropped. With `is_forced`, all text after the reasoning is
-        calls: what a cut output has begun of another one is dropped. `is_reasoning` says whether the text so far ends
-        inside the reasoning; without a splitter it is always False."""
+        calls: what a cut output has begun of another one is dropped. If the reasoning stays in the content, `follower`
+        finds its end. `is_reasoning` says whether the text so far ends inside the reasoning; without a splitter it is
+        always False."""
         self.is_plain = type(self) is OutputParser and splitter is None and extractor is None
         self.splits_reasoning = splitter is not None
         self.is_reasoning = splitter is not None and splitter.is_reasoning
@@ -119,6 +121,7 @@ class OutputParser:
         self._extractor = extractor
         self._is_parallel = is_parallel
         self._is_forced = is_forced
+        self._follower = follower
 
     @property
     def has_tool_calls(self) -> bool:
@@ -128,6 +131,8 @@ class OutputParser:
     def append(self, text: str) -> Parts:
         """Returns what is certain after `text`."""
         reasoning = ""
+        if self._follower is not None:
+            self._follower.append(text)
         if self._splitter is not None:
             split = self._splitter.append(text)
             text, reasoning = split.content, split.reasoning
@@ -142,7 +147,8 @@ class OutputParser:
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
         found, last = self._extractor.append(split.content), self._extractor.finish()
-        content = "" if self._is_forced else found.content + last.content
+        is_call = self._is_forced and (self._follower is None or not self._follower.is_reasoning)
+        content = "" if is_call else found.content + last.content
         return self._parts(split.reasoning, ToolOutput(content, found.calls + last.calls))
 
     def _parts(self, reasoning: str, found: ToolOutput) -> Parts:

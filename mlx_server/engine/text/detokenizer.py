@@ -157,6 +157,10 @@ class StringScanner:
         held, self._held = self._held, ""
         return held
 
+    def finish(self) -> str:
+        """`flush` at the end of an output, without the beginning of a target of several tokens that was cut off."""
+        return without_cut_marker(self.flush())
+
     def _first_beginning(self, text: str) -> int:
         """The lowest index from which the rest of `text` is the beginning of a target; else the length of `text`."""
         for start in range(max(0, len(text) - self._max_held), len(text)):
@@ -165,3 +169,9 @@ class StringScanner:
                 if any(target.startswith(end) for target in self._targets):
                     return start
         return len(text)
+
+
+def without_cut_marker(held: str) -> str:
+    """`held`, the beginning of a marker at the end of an output; nothing if it has a whole token (`<|open|>think`), which
+    cannot be text."""
+    return "" if ">" in held else held

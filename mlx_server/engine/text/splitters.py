@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_server.engine.text.detokenizer import StringScanner
+from mlx_server.engine.text.detokenizer import StringScanner, without_cut_marker
 from mlx_server.engine.text.reasoning import HARMONY, Dialect, ReasoningMarkers
 from mlx_server.engine.tools.formats import FORMATS, Tool, ToolParser
 
@@ -60,10 +60,10 @@ class ReasoningSplitter:
 
     def finish(self) -> ReasoningSplit:
         """Ends the output; returns the text that was held back."""
-        text, self._beginning = self._beginning or "", None
+        text, self._beginning = without_cut_marker(self._beginning or ""), None
         if self._is_reasoning:
-            return ReasoningSplit(reasoning=self._trim(text + self._end.flush()))
-        return ReasoningSplit(content=self._content(text) + self._trim(self._dropped.flush()))
+            return ReasoningSplit(reasoning=self._trim(text + self._end.finish()))
+        return ReasoningSplit(content=self._content(text) + self._trim(self._dropped.finish()))
 
     def _may_become_start(self) -> bool:
         shown = (self._beginning or "").lstrip()

@@ -109,6 +109,55 @@ async def test_what_is_cut_off_of_forced_calls_is_no_content(world: World, famil
     assert not any(body["choices"][0]["delta"].get("content") for body in bodies(text))
 
 
+@pytest.mark.parametrize("family", ["default", "harmony"])
+async def test_what_is_cut_off_of_forced_calls_is_no_content_after_reasoning_that_is(world: World, family: str):
+    thought, end = "<think>Hm < 2", "</think>"
+    call = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
+    if family == "harmony":
+        become(world, "harmony")
+        thought, end = "<|channel|>analysis<|message|>Hm < 2", "<|end|><|start|>assistant"
+        call = "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}<|call|>"
+    world.engine.script = say(thought + end + call)
+    asked = {"tools": [OTHER], "tool_choice": "required", "separate_reasoning": False}
+    seen = set()
+    for num_tokens in range(1, 400):
+        (choice,) = (await world.chat(**asked, max_tokens=num_tokens)).json()["choices"]
+        content = choice["message"]["content"] or ""
+        assert (thought + end).startswith(content), num_tokens
+        seen.add(content)
+        if choice["finish_reason"] != "length":
+            break
+    assert choice["finish_reason"] == "tool_calls"
+    assert {thought[:-1], thought, thought + end} <= seen
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (
+            "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|>",
+            "Hm",
+            "Yes.",
+        ),
+        ("<|open|>response<|sep|>Yes < no.<|close|>response<|sep|>", "", "Yes < no."),
+        ("Yes < no.<|close|>response<|sep|>", "", "Yes < no."),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+async def test_markers_of_several_tokens_that_are_cut_off_are_not_shown(
+    world: World, text: str, reasoning: str, content: str, tools: Any
+):
+    become(world, "kimi_k3")
+    world.engine.script = say(text)
+    for num_tokens in range(1, 100):
+        (choice,) = (await world.chat(max_tokens=num_tokens, tools=tools)).json()["choices"]
+        assert content.startswith(choice["message"]["content"] or ""), num_tokens
+        assert reasoning.startswith(choice["message"].get("reasoning") or ""), num_tokens
+        if choice["finish_reason"] != "length":
+            break
+    assert choice["message"]["content"] == content
+
+
 async def test_a_forced_call_streams(world: World):
     become(world, "gemma4")
     text = (await world.chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, stream=True)).text
