@@ -172,6 +172,6 @@ class StringScanner:
 
 
 def without_cut_marker(held: str) -> str:
-    """`held`, the beginning of a marker at the end of an output; nothing if it has a whole token (`<|open|>think`), which
-    cannot be text."""
+    """`held`, the beginning of a marker at the end of an output; nothing if it has a whole token (`<|open|>think`),
+    which cannot be text."""
     return "" if ">" in held else held

@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mlx_server.engine.text import messages as as_text
@@ -61,14 +62,14 @@ def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repai
         text = shown(trial.messages, trial.tools, repairs)
         if text is None or any(word not in text for word in trial.words):
             return False
-        return not trial.is_read or reads(text, repairs)
+        return not trial.is_read or reads(text, trial.arguments, repairs)
 
-    def reads(text: str, repairs: Repairs) -> bool:
-        """Whether the call between question and result would be found if the model wrote it, after the beginning of its
-        turn."""
+    def reads(text: str, arguments: Any, repairs: Repairs) -> bool:
+        """Whether the call between question and result would be found, with these arguments, if the model wrote it,
+        after the beginning of its turn."""
         beginning = (shown([_QUESTION], _TOOLS, repairs) or "").rpartition(_QUESTION["content"])[2]
         turn = text.rpartition(_QUESTION["content"])[2].partition("result-1")[0].removeprefix(beginning)
-        return any(_has_call(piece, dialect) for piece in (turn.split(end) if end else [turn]))
+        return any(_has_call(piece, arguments, dialect) for piece in (turn.split(end) if end else [turn]))
 
     for trial in _TRIALS:
         if not is_whole(trial, repairs):
@@ -77,16 +78,18 @@ def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repai
     return repairs
 
 
-def _has_call(text: str, dialect: Dialect) -> bool:
-    """Whether the output `text` is read as the first call of the trials."""
+def _has_call(text: str, arguments: Any, dialect: Dialect) -> bool:
+    """Whether the output `text` is read as a call of the trials' tool with these arguments."""
     splitter = new_splitter(dialect, _TOOLS)
     if splitter is not None:
         text = splitter.append(text).content + splitter.finish().content
     extractor = ToolCallExtractor(dialect.tool_parser, _TOOLS)
     found = (*extractor.append(text).calls, *extractor.finish().calls)
-    arguments = "".join(call.arguments_fragment for call in found)
-    names = [call.name for call in found if call.name]
-    return names == ["probe_it"] and "".join(arguments.split()) == '{"at":"place-1"}'
+    if [call.name for call in found if call.name] != ["probe_it"]:
+        return False
+    with suppress(ValueError):  # what was cut off is no JSON
+        return bool(json.loads("".join(call.arguments_fragment for call in found)) == arguments)
+    return False
 
 
 # --- repairs --------------------------------------------------------------------------------------------------------
@@ -140,6 +143,23 @@ def arguments_as_text(chat: list[Message]) -> Iterable[Message]:
     def written(call: Message) -> Message:
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return (_with_calls(message, written) if "tool_calls" in message else message for message in chat)
+
+
+@_of_messages
+def escaped_texts(chat: list[Message]) -> Iterable[Message]:
+    """Escapes the texts in arguments, for templates that only put quotes around them (LFM2.5)."""
+
+    def escaped(value: Any) -> Any:
+        return json.dumps(value, ensure_ascii=False)[1:-1].replace("'", r"\'") if isinstance(value, str) else value
+
+    def written(call: Message) -> Message:
+        function = call["function"]
+        if not isinstance(function["arguments"], Mapping):
+            return call
+        arguments = {key: escaped(value) for key, value in function["arguments"].items()}
+        return {**call, "function": {**function, "arguments": arguments}}
 
     return (_with_calls(message, written) if "tool_calls" in message else message for message in chat)
 
@@ -274,6 +294,7 @@ _IN_ORDER = (
     history_as_text,
     empty_tools,
     arguments_as_text,
+    escaped_texts,
     short_ids,
     one_call_a_turn,
     text_before_calls,
@@ -306,7 +327,10 @@ class _Trial:
         self.is_read = is_read
         self.repairs = [repair if isinstance(repair, tuple) else (repair,) for repair in repairs]
         texts = [message["content"] for message in messages]
-        texts += [call["function"]["arguments"]["at"] for message in messages for call in message.get("tool_calls", ())]
+        given = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+        self.arguments = next(iter(given), None)
+        if not is_read:  # else they may be escaped
+            texts += [arguments["at"] for arguments in given]
         self.words = [*filter(None, texts), *(tool["function"]["name"] for tool in tools or ())]
 
 
@@ -335,7 +359,13 @@ _PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "requ
 _TOOLS = [{"type": "function", "function": {"name": "probe_it", "description": "Probes.", "parameters": _PARAMETERS}}]
 _QUESTION, _FOLLOW_UP, _ANSWER = _message("user", "ask-1"), _message("user", "ask-2"), _message("assistant", "answer-1")
 _SYSTEM = _message("system", "system-1")
-_CALLED = [_QUESTION, _calls("", "place-1"), _tool_result("place-1", "result-1")]
+
+
+def _called(place: str) -> list[Message]:
+    return [_QUESTION, _calls("", place), _tool_result("1", "result-1")]
+
+
+_CALLED = _called("place-1")
 
 _TRIALS = (
     _Trial([_QUESTION], empty_tools),
@@ -356,6 +386,7 @@ _TRIALS = (
     ),
     _Trial(_CALLED, tools_as_text, tools=_TOOLS),
     _Trial(_CALLED, arguments_as_text, tools_as_text, tools=_TOOLS, is_read=True),
+    _Trial(_called('it\'s "a" \\ 1'), escaped_texts, tools=_TOOLS, is_read=True),
     _Trial(
         [
             _QUESTION,

@@ -15,6 +15,7 @@ from mlx_server.engine.text import template_fit as fit
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.template_fit import adapt, named_results, short_ids
+from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
 from tests.text_worlds import make_tokenizer
 
@@ -32,6 +33,7 @@ ELSEWHERE = (
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
     "LGAI-EXAONE-EXAONE-4.0-32B",
     "LiquidAI-LFM2-1.2B",
+    "LFM2.5-8B-A1B",
     "moonshotai-Kimi-K2-Instruct",
     "unsloth-gpt-oss-20b",
 )
@@ -248,6 +250,14 @@ BARE = """{{ tools | tojson if tools else "" }}{%- for m in messages -%}<{{ m.ro
 QUOTES = WRITTEN.replace(" | tojson", "") + NAMES.removeprefix(WRITTEN)
 """Arguments as Python prints them, as Apriel's: only if they come as JSON text, they are JSON."""
 
+PYTHONIC = NAMES.replace("written(c)", "written_in_python(c)").replace(
+    WRITTEN,
+    "{%- macro written_in_python(call) %}<|tool_call_start|>[{{ call.function.name }}("
+    "{%- for key, value in call.function.arguments.items() %}{{ key }}='{{ value }}'{% endfor -%}"
+    ")]<|tool_call_end|>{% endmacro -%}",
+)
+"""Texts in quotes as they are, as LFM2.5's."""
+
 OWN = NAMES.replace("written(c)", "'<seed:call>' ~ (c.function | tojson) ~ '</seed:call>'")
 """Calls in a format that the server does not read, as Seed-OSS's."""
 
@@ -276,6 +286,18 @@ def test_calls_in_the_history_are_written_as_the_model_s_calls_are_read() -> Non
     in_words = formatter(ALTERNATES, *marks).render(CALLED, [TOOL])
     assert f'write this and nothing else:\n{marks[0]}[the function\'s name(argument="value")]{marks[1]}' in in_words
     assert f"<assistant>{call}</assistant>" in in_words
+
+
+def test_texts_with_quotes_are_escaped_where_the_template_does_not() -> None:
+    text = 'it\'s "one"\n\\ line'
+    quoted = says("assistant", "", **calls(text))
+    chat = formatter(PYTHONIC, "<|tool_call_start|>", "<|tool_call_end|>")
+    prompt = chat.render([ASKS, quoted, result(text)], [TOOL])
+    call = prompt[prompt.index("<|tool_call_start|>") :].partition("<tool>")[0].partition("<look_at>")[0]
+    extractor = ToolCallExtractor(chat.dialect.tool_parser, [TOOL])
+    read = [*extractor.append(call).calls, *extractor.finish().calls]
+    assert json.loads("".join(piece.arguments_fragment for piece in read)) == {"place": text}
+    assert formatter(NAMES)._fit(NAMES).repairs.isdisjoint({fit.escaped_texts})
 
 
 PICKY = (
