@@ -31,7 +31,7 @@ from mlx_server.engine.grammar.structural_tag import (
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.notations import NUMBER_KEYWORDS, NotationWriter
-from mlx_server.engine.tools.texts import TextWriter, fits, without
+from mlx_server.engine.tools.texts import ANY, TextWriter, fits, without
 from mlx_server.engine.tools.values import ALL_KINDS, TEXT, TypeResolver, ValueTypes
 from mlx_server.errors import InvalidRequestError
 
@@ -331,25 +331,20 @@ class _CallGrammar:
                 arguments.written[texts] = self._any_of(written, after)
             if (expression := arguments.written.get(texts)) is not None:
                 return expression
-        if (content := self._content(schema, types, arguments, parameter)) is not None:
-            if content not in arguments.written:
-                arguments.written[content] = self._of_content(content, parameter)
-            return arguments.written[content]
-        self._note_free(schema, arguments.root)
-        if not parameter.has_cdata:
-            return self._writer.text_until(after)
-        plain = f"{self._writer.rule('PLAIN', _PLAIN)} {self._writer.literal(after)}"
-        section = f"{self._writer.literal(_SECTION)} {self._writer.text_until(_END_OF_SECTION + after)}"
-        return alternatives((plain, section))
+        content = self._content(schema, types, arguments, parameter)
+        if content not in arguments.written:
+            arguments.written[content] = self._of_content(content, parameter)
+        return arguments.written[content]
 
-    def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str | None:
-        """The terminal of what the schema allows; None if that is anything, or too much to write."""
+    def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str:
+        """The terminal of what the schema allows; of any text if that is too much to write."""
         if self._has_pattern:
             return f"({terminal(schema['pattern'][1:-1])})"
         others = frozenset() if parameter.is_typed else types.kinds - TEXT
         content = arguments.texts.terminal(schema) if others <= _WORDS.keys() else None
         if content is None or len(content) > self._room:
-            return None
+            self._note_free(schema, arguments.root)
+            return terminal(ANY)
         self._room -= len(content)
         return alternatives([content, *(_WORDS[kind] for kind in sorted(others))])
 

@@ -75,6 +75,25 @@ def test_a_text_that_may_have_its_own_end_is_read_back(name: str, schema: dict[s
         jsonschema.validate(arguments, parameters(schema))
 
 
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_text_cannot_have_what_would_end_it_early(name: str) -> None:
+    parser = parser_of(name)
+    ends = {
+        "qwen3_coder": "</parameter>",
+        "minimax_m2": "</parameter>",
+        "glm47": "</arg_value>",
+        "minicpm5": "]]></param>",
+    }
+    for end in filter(None, (ends.get(name), parser.end)):
+        spelled = [token_id for letter in f"{end}x" for token_id in CALL_WORLD.encode(letter, add_special_tokens=False)]
+        compiler, world = COMPILERS.get(name, COMPILERS[""]), WORLDS.get(name, CALL_WORLD)
+        offered = [tool("f", parameters({"type": "string"}))]
+        constraint = compiler.compile(force(name, offered, is_parallel=False).spec).start()
+        text = written_calls(parser, [{"name": "f", "arguments": {"a": "<\nNEEDLE"}}]).partition("NEEDLE")[0]
+        assert all(constraint.accept(token_id) for token_id in world.encode(text, add_special_tokens=False))
+        assert not all(constraint.accept(token_id) for token_id in spelled), end
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2"])
 def test_a_pattern_in_json_between_tags_has_no_closing_tag(name: str) -> None:
     schema = {"type": "array", "items": {"type": "string", "pattern": "^a.*b$"}}
