@@ -3,7 +3,6 @@ that only enforce the tools' own grammars if the model calls one."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -131,6 +130,7 @@ class _CallGrammar:
         self._parser = parser
         self._format = form
         self._room = _MAX_JSON_CHARS
+        self._without: dict[str, str] = {}  # rules by their regexes
         self._json_options = {**json_options(None), "lenient": True}
 
     def write(self, functions: Sequence[Tool], max_calls: int) -> str:
@@ -333,7 +333,13 @@ class _CallGrammar:
                 return expression
         content = self._content(schema, types, arguments, parameter)
         if content not in arguments.written:
-            arguments.written[content] = self._of_content(content, parameter)
+            try:
+                arguments.written[content] = self._of_content(content, parameter)
+            except ValueError:  # llguidance cannot hold it
+                if self._has_pattern:
+                    return self._writer.rule("STRING", content)  # refused, when all is compiled
+                self._note_free(schema, arguments.root)
+                arguments.written[content] = self._of_content(terminal(ANY), parameter)
         return arguments.written[content]
 
     def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str:
@@ -357,11 +363,15 @@ class _CallGrammar:
         return alternatives(filter(None, choices)) if any(choices) else None
 
     def _ended(self, content: str, after: str) -> str | None:
-        """Matches a text of the terminal `content` without what would end it, and `after`; None if there is none."""
-        whole = " & ".join((content, *(terminal(without(end)) for end in (after.strip(), self._parser.end) if end)))
-        with contextlib.suppress(ValueError):  # of a custom tool's regex: it is reported when all is compiled
-            if not fits(whole):
-                return None
+        """Matches a text of the terminal `content` without what would end it, and `after`; None if there is none.
+        Raises `ValueError` if llguidance cannot hold it."""
+        ends = [terminal(without(end)) for end in (after.strip(), self._parser.end) if end]
+        if not fits(" & ".join((content, *ends))):
+            return None
+        for end in ends:
+            if end not in self._without:
+                self._without[end] = self._writer.rule("WITHOUT", end)
+        whole = " & ".join((content, *map(self._without.__getitem__, ends)))
         if self._writer.begins_with_added_token(after):
             return f"{self._writer.rule('STRING', whole)} {self._writer.literal(after)}"
         # One terminal: llguidance never backtracks to an earlier end of the text.

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.texts import FORMATS, fits, whole_regex, without
 from mlx_server.engine.tools.written import written_calls
@@ -111,6 +112,7 @@ def test_a_pattern_in_json_between_tags_has_no_closing_tag(name: str) -> None:
         ({"type": ["string", "integer"], "pattern": "^a$"}, ("pattern",)),
         ({"type": "string", "minLength": "long"}, ("minLength",)),
         ({"$ref": "#/$defs/circle"}, ("maxLength",)),
+        ({"type": "string", "minLength": 1_000_000}, ("minLength",)),
     ],
 )
 def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], named: tuple[str, ...]) -> None:
@@ -129,6 +131,13 @@ def test_a_custom_tools_regex_is_enforced_or_refused(pattern: str, message: str 
     else:
         with pytest.raises(InvalidRequestError, match=message):
             COMPILERS[""].compile(forced.spec)
+
+
+def test_many_limited_texts_take_little_room() -> None:
+    texts = {f"a{index}": {"type": "string", "pattern": f"^{index}", "maxLength": 9} for index in range(400)}
+    spec = force("qwen3_coder", [tool("f", {"properties": texts})]).spec
+    assert len(spec.source) < MAX_SOURCE_CHARS
+    COMPILERS[""].compile(spec)
 
 
 UNFIT = {"type": "string", "pattern": "^a{5,}$", "maxLength": 3}
