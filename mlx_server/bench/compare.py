@@ -52,6 +52,9 @@ MIN_ROUNDS = 3
 of 126 with 5."""
 
 _MAX_OUTPUT_DIFFERENCE = 0.05
+_SEED_STRIDE = 10_000
+"""More than a run has rounds: no round of `--seed 1` has the prompts of one of `--seed 0`."""
+
 _THREADS_VARIABLES = ("MLX_SERVE_CPU_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="mlx-serve-compare-") as folder:
         for load, (index, threads) in itertools.product(loads, enumerate(args.threads)):
             # New prompts for each number of threads: a server of --url has those before in its prefix cache.
-            fresh = replace(load, seed=load.seed + index * args.rounds)
+            fresh = replace(load, seed=load.seed * _SEED_STRIDE + index * args.rounds)
             sides = take_turns([_with_threads(one, threads) for one in servers], fresh, args, Path(folder))
             is_whole = is_whole and all(side.is_whole for side in sides)
             figures = figures_of(load.name, has_goodput=bool(load.goodput))

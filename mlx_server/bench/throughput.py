@@ -2,7 +2,7 @@
 
 The systems take turns (A B C A B C). In each turn a system starts with empty caches, is warmed up with two short
 requests, and then gets the whole workload at once. Outputs have a fixed length, and are greedy except for chats. Model
-calls and positions are counted at the model, in the same way for all systems.
+calls and positions are counted at the model, in the same way for all systems; a draft model's are not.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         for name, count in itertools.product(args.workload, args.num_requests)
     ]
     for workload in workloads:
-        rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat)
+        rows = compare(systems, workload, warm_up, loaded.model, num_turns=args.repeat)
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
         documents.append(as_document(workload, rows))
     settings = {key: value for key, value in vars(args).items() if key != "json"}
@@ -165,7 +165,7 @@ class Turn:
     """One system's run over the workload, from the first prompt to the last token.
 
     `num_prompt_tokens_computed` counts the positions run through the model, less one for each output token except a
-    request's last: prompts, padding, and rows of requests that have ended.
+    request's last: prompts, padding, rejected drafts, and rows of requests that have ended.
     """
 
     elapsed_s: float
@@ -223,7 +223,7 @@ def compare(
     systems: Sequence[System],
     workload: Workload,
     warm_up: Workload,
-    model_class: type[Any],
+    model: Any,
     *,
     num_turns: int,
 ) -> tuple[Row, ...]:
@@ -232,17 +232,17 @@ def compare(
     turns: list[list[Turn]] = [[] for _ in systems]
     for number in range(num_turns):
         for system, taken in zip(systems, turns):
-            taken.append(take_turn(system, workload, warm_up, model_class))
+            taken.append(take_turn(system, workload, warm_up, model))
             print_progress(f"turn {number + 1}, {system.label}: {taken[-1].elapsed_s:.1f} s")
     return tuple(Row(system, workload, tuple(taken)) for system, taken in zip(systems, turns))
 
 
-def take_turn(system: System, workload: Workload, warm_up: Workload, model_class: type[Any]) -> Turn:
+def take_turn(system: System, workload: Workload, warm_up: Workload, model: Any) -> Turn:
     """One session: a warm-up, then the workload, measured. Raises `ServeError` if an output has the wrong length."""
     with system.session() as generate:
         generate(warm_up)
         _forget_memory()
-        with count_model_calls(model_class) as calls:
+        with count_model_calls(model) as calls:
             start_s = time.perf_counter()
             generated = generate(workload)
             elapsed_s = time.perf_counter() - start_s
@@ -268,14 +268,16 @@ class ModelCalls:
 
 
 @contextmanager
-def count_model_calls(model_class: type[Any]) -> Iterator[ModelCalls]:
-    """Counts the calls of models of this class. It replaces `__call__` of the class, where Python looks it up."""
-    calls = ModelCalls()
+def count_model_calls(model: Any) -> Iterator[ModelCalls]:
+    """Counts the calls of this model, and not those of a draft model of the same class. It replaces `__call__` of the
+    class, where Python looks it up."""
+    calls, model_class = ModelCalls(), type(model)
     original = model_class.__call__
 
     def counted(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.num_calls += 1
-        calls.num_positions += inputs.size
+        if self is model:
+            calls.num_calls += 1
+            calls.num_positions += inputs.size
         return original(self, inputs, *args, **kwargs)
 
     model_class.__call__ = counted

@@ -155,6 +155,20 @@ def test_each_number_of_threads_has_tables_and_reaches_the_servers_and_their_com
     assert found == [(1, "1", 0), (3, "3", 1)]
 
 
+def test_runs_with_different_seeds_share_no_prompt(tmp_path):
+    """A server of --url keeps what earlier runs sent in its prefix cache."""
+    server = Server(name="x", command=COMMAND)
+    with server.session(model=None, log_path=tmp_path / "log", start_timeout_s=20) as url:
+        seeds: list[int] = []
+        for seed in ("-1", "0", "1", "2"):
+            out = tmp_path / "out.json"
+            urls = ("--url", f"a={url}", "--url", f"b={url}")
+            assert compare.run(parsed(*urls, *SMALL, "--rounds", "3", "--seed", seed, "--json", str(out))) == 0
+            (result,) = json.loads(out.read_text())["results"]
+            seeds += [turn["seed"] for turn in result["turns"]["a"]]
+    assert len(set(seeds)) == 12
+
+
 def test_a_server_that_cannot_start_is_reported_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
     argv = [f"--server=good={COMMAND}", f"--server=bad=env FAKE_START=broken {COMMAND}"]
     assert compare.run(parsed(*argv, *SMALL, "--rounds", "1")) == 1

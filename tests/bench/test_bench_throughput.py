@@ -136,7 +136,7 @@ def test_chats_need_a_chat_template():
 
 
 def test_every_call_of_the_model_is_counted_with_its_positions(model):
-    with count_model_calls(type(model)) as calls:
+    with count_model_calls(model) as calls:
         model(mx.zeros((3, 5), dtype=mx.int32))
         model(mx.zeros((4, 1), dtype=mx.int32), cache=None)
     assert (calls.num_calls, calls.num_positions) == (2, 19)
@@ -144,9 +144,15 @@ def test_every_call_of_the_model_is_counted_with_its_positions(model):
     assert calls.num_calls == 2
 
 
+def test_other_models_of_its_class_are_not_counted(model):
+    with count_model_calls(model) as calls:
+        tiny_model("qwen3").model(mx.zeros((3, 5), dtype=mx.int32))
+    assert (calls.num_calls, calls.num_positions) == (0, 0)
+
+
 def test_counting_ends_when_the_body_fails(model):
     before = type(model).__call__
-    with pytest.raises(ZeroDivisionError), count_model_calls(type(model)):
+    with pytest.raises(ZeroDivisionError), count_model_calls(model):
         _ = 1 / 0
     assert type(model).__call__ is before
 
@@ -155,7 +161,7 @@ def test_counting_ends_when_the_body_fails(model):
 
 
 def test_one_by_one_computes_each_prompt_once_and_one_token_ahead(model, reference):
-    turn = take_turn(Sequential(model), SMALL, make_warm_up(VOCAB_SIZE), type(model))
+    turn = take_turn(Sequential(model), SMALL, make_warm_up(VOCAB_SIZE), model)
     assert turn.token_ids == reference
     # A request: all but the last prompt token in one call, that one in the next, then every output token.
     assert turn.num_model_calls == sum(2 + r.num_output_tokens for r in SMALL.requests)
@@ -165,7 +171,7 @@ def test_one_by_one_computes_each_prompt_once_and_one_token_ahead(model, referen
 
 def test_batched_counts_its_padding(model, reference):
     system = Batched(model, 512, 8, 32)
-    turn = take_turn(system, SMALL, make_warm_up(VOCAB_SIZE), type(model))
+    turn = take_turn(system, SMALL, make_warm_up(VOCAB_SIZE), model)
     assert turn.token_ids == reference
     # One prefill of 3 rows padded to 8 tokens, then 7 calls: the last prompt tokens and 6 outputs each, one
     # of them ahead; the third row leaves after its 3 outputs and the one ahead.
@@ -176,7 +182,7 @@ def test_batched_counts_its_padding(model, reference):
 
 def test_a_small_prefill_step_cuts_prompts_into_more_calls(model, reference):
     system = Batched(model, 4, 1, 32)
-    turn = take_turn(system, SMALL, make_warm_up(VOCAB_SIZE), type(model))
+    turn = take_turn(system, SMALL, make_warm_up(VOCAB_SIZE), model)
     assert turn.token_ids == reference
     assert turn.num_prompt_tokens_computed == SMALL.num_prompt_tokens + len(SMALL.requests)
 
@@ -191,7 +197,7 @@ def engine_on(model, **changes):
 
 
 def test_the_engine_computes_no_position_twice_and_calls_the_model_once_a_step(model, reference):
-    turn = take_turn(engine_on(model), SMALL, make_warm_up(VOCAB_SIZE), type(model))
+    turn = take_turn(engine_on(model), SMALL, make_warm_up(VOCAB_SIZE), model)
     assert turn.token_ids == reference
     assert turn.num_prompt_tokens_computed == SMALL.num_prompt_tokens
     assert turn.num_model_calls == 6  # all three prompts fit the first step, and the longest output has 6 tokens
@@ -201,14 +207,14 @@ def test_the_engine_computes_no_position_twice_and_calls_the_model_once_a_step(m
 def test_the_engine_computes_a_shared_prefix_once(model):
     shared = tuple(range(64))
     workload = Workload("shared", tuple(WorkloadRequest((*shared, 100 + i, 200 + i), 4) for i in range(5)))
-    turn = take_turn(engine_on(model, max_num_batched_tokens=128), workload, make_warm_up(VOCAB_SIZE), type(model))
+    turn = take_turn(engine_on(model, max_num_batched_tokens=128), workload, make_warm_up(VOCAB_SIZE), model)
     assert turn.num_prompt_tokens_computed == 64 + 5 * 2
     assert turn.num_cached_tokens == 4 * 64
 
 
 def test_each_session_of_the_engine_starts_with_an_empty_prefix_cache_and_leaves_the_model_whole(model):
     workload = Workload("long", (WorkloadRequest(tuple(range(100)), 2),))
-    turns = [take_turn(engine_on(model), workload, make_warm_up(VOCAB_SIZE), type(model)) for _ in range(2)]
+    turns = [take_turn(engine_on(model), workload, make_warm_up(VOCAB_SIZE), model) for _ in range(2)]
     assert [turn.num_cached_tokens for turn in turns] == [0, 0]
     assert model(mx.zeros((2, 7), dtype=mx.int32)).shape == (2, 7, VOCAB_SIZE)
 
@@ -248,9 +254,12 @@ class ScriptedSystem:
         return Generated(self.answers, self.num_cached_tokens, self.num_host_bytes)
 
 
-class NoModel:
+class NotCalled:
     def __call__(self, inputs):
         raise AssertionError("not called")
+
+
+NO_MODEL = NotCalled()
 
 
 PAIR = Workload("pair", (WorkloadRequest((1,) * 6, 2), WorkloadRequest((2,) * 4, 1)))
@@ -259,7 +268,7 @@ PAIR = Workload("pair", (WorkloadRequest((1,) * 6, 2), WorkloadRequest((2,) * 4,
 def test_turns_rotate_and_each_is_opened_warmed_up_and_closed(capsys):
     log = []
     systems = [ScriptedSystem("A", log), ScriptedSystem("B", log)]
-    compare(systems, PAIR, make_warm_up(9), NoModel, num_turns=2)
+    compare(systems, PAIR, make_warm_up(9), NO_MODEL, num_turns=2)
     one_turn = [f"{action} {label}" for label in "AB" for action in ("open", "warm-up", "pair", "close")]
     assert log == one_turn + one_turn
     seen = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
@@ -269,12 +278,12 @@ def test_turns_rotate_and_each_is_opened_warmed_up_and_closed(capsys):
 def test_too_short_an_output_is_an_error_and_the_system_is_closed():
     system = ScriptedSystem("A", [], answers=((1,), (3,)))
     with pytest.raises(ServeError, match="A: request 0 got 1 output tokens instead of 2"):
-        take_turn(system, PAIR, make_warm_up(9), NoModel)
+        take_turn(system, PAIR, make_warm_up(9), NO_MODEL)
     assert system.log[-1] == "close A"
 
 
 def test_memory_beside_mlx_is_part_of_the_peak():
-    turn = take_turn(ScriptedSystem("A", [], num_host_bytes=10**15), PAIR, make_warm_up(9), NoModel)
+    turn = take_turn(ScriptedSystem("A", [], num_host_bytes=10**15), PAIR, make_warm_up(9), NO_MODEL)
     assert 10**15 <= turn.peak_memory_bytes < 2 * 10**15
 
 

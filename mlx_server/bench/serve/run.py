@@ -29,6 +29,7 @@ from mlx_server.bench.serve.workloads import (
     user_message,
     warm_up_sessions,
 )
+from mlx_server.bench.tables import print_progress
 from mlx_server.errors import ServeError
 
 _NUM_TOKENS_BEFORE = 8
@@ -119,8 +120,10 @@ async def _send(
     client: StreamClient, prompts: Prompts, load: Load, plan: Plan, tiers: Sequence[Tier], on_done: OnDone
 ) -> dict[str, Any]:
     warm_up = warm_up_sessions(plan, prompts, load.num_warmups)
-    await send_all(client, warm_up, max_concurrency=load.max_concurrency, tiers=tiers[:1])
-    await send_all(client, plan.prelude, max_concurrency=1, tiers=tiers[:1])
+    check_warm_up(await send_all(client, warm_up, max_concurrency=load.max_concurrency, tiers=tiers[:1]))
+    for warmed in await send_all(client, plan.prelude, max_concurrency=1, tiers=tiers[:1]):
+        if not warmed.is_complete:
+            raise ServeError(f"the request that warms the shared prefix failed: {warmed.error}")
     before = await client.scrape()
     clock = asyncio.get_running_loop().time
     start_s = clock()
@@ -149,6 +152,15 @@ async def _send(
         **describe_counters(before, after),
         **describe_requests(records),
     }
+
+
+def check_warm_up(records: Sequence[RequestRecord]) -> None:
+    """Says how many of these warm-up requests failed. Raises `ServeError` if all did."""
+    errors = [record.error for record in records if not record.is_complete]
+    if errors and len(errors) == len(records):
+        raise ServeError(f"all {len(errors)} warm-up requests failed: {errors[0]}")
+    if errors:
+        print_progress(f"{len(errors)} of {len(records)} warm-up requests failed: {errors[0]}")
 
 
 async def send_all(
@@ -223,8 +235,8 @@ async def start_streams(
 async def _intrude(
     client: StreamClient, prompts: Prompts, load: Load, intruder: Intruder, tier: Tier
 ) -> dict[str, Any]:
-    for _ in range(load.num_warmups):
-        await client.stream([user_message(prompts.text(intruder.num_tokens))], _NUM_INTRUDER_TOKENS, tier)
+    warm_up = [user_message(prompts.text(intruder.num_tokens)) for _ in range(load.num_warmups)]
+    check_warm_up([await client.stream([message], _NUM_INTRUDER_TOKENS, tier) for message in warm_up])
     before = await client.scrape()
     clock = asyncio.get_running_loop().time
     start_s = clock()

@@ -331,6 +331,35 @@ def test_warm_up_is_not_measured_and_shares_no_words_with_what_is():
     assert {len(prompt.split()) for prompt in warm} == {40}
 
 
+def failing(*numbers: int) -> ScriptedServer:
+    """A server whose answers to these requests, counted from the first after the calibration, have no token."""
+    server = ScriptedServer()
+    answered = evenly(0.1, 0.1)
+    server.script = lambda asked: [] if len(server.measured) - 1 in numbers else answered(asked)
+    return server
+
+
+WARMED = {"small": Shape(3, 0, Span(40, 40), Span(4, 4)), "intruder": Intruder(2, 40, 500)}
+
+
+@pytest.mark.parametrize("workload", WARMED.values(), ids=list(WARMED))
+def test_failed_warm_ups_are_said_and_end_the_run_if_nothing_is_warm(workload, capsys):
+    result = measured(failing(0, 2), Load(name="x", workload=workload, num_warmups=3))
+    assert result["failed"] == 0
+    assert "2 of 3 warm-up requests failed: the stream ended without a token" in capsys.readouterr().err
+    server = failing(0, 1)
+    with pytest.raises(ServeError, match=r"http://test cannot be measured: all 2 warm-up requests failed: the stream"):
+        measured(server, Load(name="x", workload=workload, num_warmups=2))
+    assert len(server.measured) == 2
+
+
+def test_a_warm_prefix_that_cannot_be_sent_ends_the_run():
+    server = failing(0)
+    with pytest.raises(ServeError, match=r"the request that warms the shared prefix failed: the stream ended without"):
+        measured(server, load_of(SHAPES["shared-prefix-warm"]))
+    assert len(server.measured) == 1
+
+
 def test_a_warm_prefix_is_sent_once_before_and_a_cold_one_is_not():
     cold, warm = ScriptedServer(), ScriptedServer()
     measured(cold, load_of(SHAPES["shared-prefix"]))

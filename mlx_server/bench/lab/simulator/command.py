@@ -290,11 +290,14 @@ def run(args: argparse.Namespace) -> int:
     """Prints totals, a table by tier, and a table of variants if there are several. Raises `ConfigError`."""
     _check_options(args)
     arrivals = [] if args.clients else _arrivals(args)
+    num_requests = len(arrivals) or args.num_requests
+    if args.explain is not None and args.explain >= num_requests:
+        raise ConfigError(f"--explain is {args.explain}, but the requests are only 0 to {num_requests - 1}.")
     found: dict[str, SimulationMetrics] = {}
     if args.write_trace is not None:
         write_trace(args.write_trace, arrivals)
     for name, variant in _variants(args).items():
-        print_progress(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
+        print_progress(f"replaying {num_requests:,} requests: {name}")
         found[name] = _replay(variant(), arrivals, args)
     first = next(iter(found.values()))
     print(f"{summarize(first)}\n\n{render_tiers(first)}")

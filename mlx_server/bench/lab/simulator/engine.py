@@ -237,8 +237,10 @@ class Simulation:
         request.block_hashes = _block_hashes(traced)
         try:
             displaced = self.scheduler.add_request(request)
-        except (ContextLengthError, OverloadedError):
+        except (ContextLengthError, OverloadedError) as error:
             self._metrics_of(request).num_refused += 1
+            if request_id == self._explained:
+                self.explanation.append(f"{self._now:10.3f} s  is refused: {error}")
             return
         for output in displaced:
             self._metrics_of(self._in_progress.pop(output.request_id)).num_refused += 1

@@ -7,6 +7,7 @@ import functools
 import heapq
 import json
 import operator
+import re
 from collections.abc import Iterable
 from itertools import groupby, islice, takewhile
 from pathlib import Path
@@ -483,6 +484,8 @@ def test_the_command_bounds_the_queue(capsys: pytest.CaptureFixture[str]) -> Non
         (("--spread", "-1"), "--spread: -1 is not a finite number of at least 0"),
         (("--aging-rate", "-3"), "--aging-rate: -3 is not a finite number of at least 0"),
         (("--tiers", "nan", "1", "0"), "--tiers: nan is not a finite number of at least 0"),
+        (("--explain", "60"), "--explain is 60, but the requests are only 0 to 59"),
+        (("--clients", "1", "0", "0", "--num-requests", "5", "--explain", "5"), "but the requests are only 0 to 4"),
         (("--shared-share", "7"), "--shared-share: 7 is not a share from 0 to 1"),
         (("--draft-acceptance", "x"), "--draft-acceptance: x is not a finite number of at least 0"),
     ],
@@ -510,6 +513,11 @@ def test_it_explains_step_by_step_why_a_request_waited(capsys: pytest.CaptureFix
     assert on_two[0] == "is parked: 0 computes the prefix that it begins with"
     assert on_one[-1].startswith("gets ")
     assert on_one[-1].split(";")[0].endswith("has 0 left")
+
+
+def test_it_explains_that_a_request_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--clients", "0", "3", "0", "--max-num-seqs", "1", "--max-num-waiting", "1", "--explain", "2") == 0
+    assert re.search(r"^ +0\.000 s  is refused: .+", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("profile", ["cpu", "m2-max", "m5-max", "gpu"])
