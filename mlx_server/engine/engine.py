@@ -100,7 +100,7 @@ class AsyncEngine:
         self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
         self._events: ModelEvents | None = None
-        self._drain_over = asyncio.Event()
+        self._drain_over, self._stopping = asyncio.Event(), asyncio.Lock()
         self._clock = time.monotonic
 
     # --- properties -----------------------------------------------------------------------------------------
@@ -191,33 +191,35 @@ class AsyncEngine:
             self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, is_on_disk)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Stops accepting requests, gives open ones `drain_timeout_s` to finish, fails the rest, and unloads."""
-        if self.state is EngineState.READY:
-            self.state = EngineState.DRAINING
-            self.shorten_drain(drain_timeout_s)
-            if self._streams:
-                await self._drain_over.wait()
-        for request_id in self._fail_streams(
-            lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
-        ):
-            self.scheduler.finish_request(request_id, FinishReason.ERROR)
-        if self._parts is not None:
-            self._parts.watch.leave(*self._parts.guards)
-            self._parts.scheduler.stop()
-            if self._loop_task is not None and not self._loop_task.cancelled():
-                await self._loop_task
-            if self._parts.disk is not None and self.state is not EngineState.DEAD:
-                try:
-                    await flush(self._parts.disk, self._parts.scheduler, self._parts.executor)
-                except Exception:  # the model is unloaded nevertheless
-                    logger.exception("Prefixes of %s were not all kept on disk", self.model_name)
-        if self.state is not EngineState.DEAD:
-            self.state = EngineState.STOPPED
-        if self._events is not None:
-            self._events.add(CacheCleared())
-        await self._unload()
-        if self._owns_thread:
-            await asyncio.to_thread(self._around.close)
+        """Stops accepting requests, gives open ones `drain_timeout_s` to finish, fails the rest, and unloads. Of calls
+        at the same time, the shortest timeout holds."""
+        self.shorten_drain(drain_timeout_s)
+        async with self._stopping:
+            if self.state is EngineState.READY:
+                self.state = EngineState.DRAINING
+                if self._streams:
+                    await self._drain_over.wait()
+            for request_id in self._fail_streams(
+                lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
+            ):
+                self.scheduler.finish_request(request_id, FinishReason.ERROR)
+            if self._parts is not None:
+                self._parts.watch.leave(*self._parts.guards)
+                self._parts.scheduler.stop()
+                if self._loop_task is not None and not self._loop_task.cancelled():
+                    await self._loop_task
+                if self._parts.disk is not None and self.state is not EngineState.DEAD:
+                    try:
+                        await flush(self._parts.disk, self._parts.scheduler, self._parts.executor)
+                    except Exception:  # the model is unloaded nevertheless
+                        logger.exception("Prefixes of %s were not all kept on disk", self.model_name)
+            if self.state is not EngineState.DEAD:
+                self.state = EngineState.STOPPED
+            if self._events is not None:
+                self._events.add(CacheCleared())
+            await self._unload()
+            if self._owns_thread:
+                await asyncio.to_thread(self._around.close)
 
     def shorten_drain(self, timeout_s: float) -> None:
         """While `stop` waits for open requests: gives them at most `timeout_s` from now. The shortest time holds."""
@@ -376,8 +378,7 @@ class AsyncEngine:
             return
         if not self._pending_callbacks:
             asyncio.get_running_loop().call_soon(self._notify_readers)
-        now = self._clock()
-        streams = self._streams
+        now, streams = self._clock(), self._streams
         delivered = [(stream, output) for output in outputs if (stream := streams.get(output.request_id)) is not None]
         notify(self.metrics.on_tokens, [stream.request for stream, output in delivered if output.new_token_ids], now)
         for stream, output in delivered:

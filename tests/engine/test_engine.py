@@ -391,6 +391,15 @@ async def test_a_drain_can_be_made_shorter_but_not_longer(folder):
         assert engine.state is EngineState.STOPPED
 
 
+async def test_stops_at_the_same_time_end_together_after_the_shorter_drain(folder):
+    async with engine_of(folder) as engine:
+        stream, stopping = await begin_drain(engine)
+        await asyncio.gather(engine.stop(), engine.stop(drain_timeout_s=300.0), stopping)
+        assert engine.state is EngineState.STOPPED
+        with pytest.raises(OverloadedError, match="shut down"):
+            await read(stream)
+
+
 async def test_who_stops_again_fails_what_the_first_left_open(folder):
     async with engine_of(folder) as engine:
         stream, stopping = await begin_drain(engine)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from mlx_server.engine.embeddings import InputTruncation, embedder_of, pair_up, scorer_of
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.library.completions import (
     Completion,
     CompletionOutput,
@@ -146,8 +146,8 @@ class LLM:
         return self._loop.run(work)
 
     def stats(self) -> EngineStats:
-        """Totals since the model was loaded."""
-        return self.engine.stats()
+        """Totals since the model was loaded; also after `close`."""
+        return self._llm.engine.stats()
 
     @property
     def info(self) -> RunnerInfo:
@@ -157,7 +157,7 @@ class LLM:
     @property
     def engine(self) -> AsyncEngine:
         """The engine itself, for introspection."""
-        return self._llm.engine
+        return self._open.engine
 
     def close(self) -> None:
         """Unloads the model. Idempotent. The garbage collector closes an `LLM`, too."""
@@ -204,7 +204,9 @@ class AsyncLLM:
         weakref.finalize(self, _end, self._thread)
 
     async def start(self) -> None:
-        """Loads the model; raises what loading raises."""
+        """Loads the model, once; raises what loading raises."""
+        if self.engine.state is not EngineState.LOADING:
+            raise InvalidRequestError("This AsyncLLM was started before; make another one.")
         await self.engine.start()
 
     async def stop(self) -> None:
@@ -222,6 +224,14 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    @property
+    def _started(self) -> AsyncEngine:
+        if self.engine.state is EngineState.LOADING:
+            raise InvalidRequestError("This AsyncLLM is not started; use `async with`, or await `start`.")
+        if self.engine.state is EngineState.STOPPED:
+            raise InvalidRequestError("This AsyncLLM is stopped; make another one.")
+        return self.engine
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
@@ -252,7 +262,7 @@ class AsyncLLM:
         adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """As `LLM.generate`, without a progress bar."""
-        return await complete(self.engine, self.builder.prompts(prompts, sampling_params, adapters), use_tqdm=False)
+        return await complete(self._started, self.builder.prompts(prompts, sampling_params, adapters), use_tqdm=False)
 
     async def embed(
         self,
@@ -265,7 +275,7 @@ class AsyncLLM:
     ) -> list[Embedding]:
         """As `LLM.embed`."""
         truncation = InputTruncation(truncate_prompt_tokens)
-        embedder = embedder_of(self.engine.pooling, self.engine.model_name)
+        embedder = embedder_of(self._started.pooling, self.engine.model_name)
         embedder.check_dimensions(dimensions)
         before = embedder.prompt(prompt_name)
         each = map(bare_prompt, as_prompts(prompts))
@@ -285,16 +295,17 @@ class AsyncLLM:
     ) -> list[float]:
         """As `LLM.score`."""
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
-        scorer = scorer_of(self.engine.pooling, self.engine.model_name)
+        scorer = scorer_of(self._started.pooling, self.engine.model_name)
         pairs, paths = pair_up(firsts, seconds, ("text_1", "text_2"))
         plan = scorer.plan(pairs, paths, InputTruncation(truncate_prompt_tokens))
         return plan.scores(await pool(self.engine, plan.inputs, scorer.params, use_tqdm))
 
     async def _answer(self, build: Callable[[], PromptRequests]) -> AsyncGenerator[CompletionDelta, None]:
+        engine = self._started
         prompt = await asyncio.to_thread(build)  # a long text or an image takes up to a second
         if len(prompt.requests) > 1:
             raise InvalidRequestError("Only one answer can be streamed; use complete for several, or n=1.", "n")
-        stream = self.engine.submit(prompt.requests[0])
+        stream = engine.submit(prompt.requests[0])
         try:
             async for delta in stream:
                 yield delta

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_what_is_no_prompt_chat_or_tool_is_refused(
         lambda llm: llm.chat(CHAT),
         lambda llm: llm.embed("a"),
         lambda llm: llm.score("a", "b"),
+        lambda llm: llm.info,
+        lambda llm: llm.engine,
     ],
 )
 def test_a_closed_llm_says_so(folder: Path, call: Callable[[LLM], object]) -> None:
@@ -95,6 +98,33 @@ def test_a_closed_llm_says_so(folder: Path, call: Callable[[LLM], object]) -> No
     llm.close()
     with pytest.raises(InvalidRequestError, match="This LLM is closed; make another one"):
         call(llm)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.complete("a"),
+        lambda llm: anext(llm.generate("a")),
+        lambda llm: anext(llm.chat(CHAT)),
+        lambda llm: llm.embed("a"),
+        lambda llm: llm.score("a", "b"),
+    ],
+)
+async def test_an_async_llm_says_that_it_is_not_open(
+    folder: Path, call: Callable[[AsyncLLM], Awaitable[object]]
+) -> None:
+    llm = AsyncLLM(folder, **SMALL)
+    with pytest.raises(InvalidRequestError, match=r"This AsyncLLM is not started; use `async with`, or await `start`"):
+        await call(llm)
+    await llm.start()
+    with pytest.raises(InvalidRequestError, match="This AsyncLLM was started before; make another one"):
+        await llm.start()
+    await asyncio.gather(llm.stop(), llm.stop())
+    with pytest.raises(InvalidRequestError, match="This AsyncLLM is stopped; make another one"):
+        await call(llm)
+    with pytest.raises(InvalidRequestError, match="This AsyncLLM was started before; make another one"):
+        await llm.start()
+    await llm.stop()
 
 
 def test_paths_are_taken_wherever_folders_are(folder: Path, tmp_path: Path) -> None:
