@@ -16,6 +16,7 @@
     |-- ModelLoadError             a model's folder or weights cannot be served
     |   `-- UnknownModelError      no such folder, file or model of the hub
     |-- DownloadError              a download failed or the file is corrupt
+    |   `-- InsufficientStorageError  the disk has no room for a model
     `-- ConfigError                a configuration file, flag or environment value is wrong
 
 Messages say the value, the limit and the remedy. `api.errors` maps the tree onto HTTP statuses and each protocol's
@@ -131,6 +132,10 @@ class UnknownModelError(ModelLoadError):
 
 class DownloadError(ServeError):
     """A download failed, was incomplete, or does not have the expected digest."""
+
+
+class InsufficientStorageError(DownloadError):
+    """The disk has no room for a model that is fetched, converted or quantised."""
 
 
 class ConfigError(ServeError):

@@ -54,9 +54,10 @@ _STATUSES: Mapping[type[Exception], int] = {
     errors.QuotaExceededError: 429,
     errors.OverloadedError: 503,
     errors.EngineDeadError: 503,
-    errors.UnknownModelError: 404,  # this one and the next two are of pulls: a load that fails is an `OverloadedError`
+    errors.UnknownModelError: 404,  # this and the next three are of pulls: a load that fails is an `OverloadedError`
     errors.ModelLoadError: 501,
     errors.DownloadError: 503,
+    errors.InsufficientStorageError: 507,
     errors.InsufficientMemoryError: 507,
     errors.ServeError: 500,
 }
@@ -132,7 +133,7 @@ def error_info(error: Exception) -> ErrorInfo:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     # Clients should not repeat at once what may have been the reason, or what may need a remedy.
-    if isinstance(error, errors.EngineDeadError | errors.DownloadError):
+    if status == 503 and isinstance(error, errors.EngineDeadError | errors.DownloadError):
         headers |= {"x-should-retry": "false", "retry-after": _REMEDY_RETRY_S}
     param = "model" if isinstance(error, errors.ModelNotFoundError | errors.UnknownModelError) else None
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:

@@ -22,7 +22,7 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
     response = await world.chat()
     assert response.status_code == status
     assert response.json() == {"error": {"message": error.message, "type": kind, "param": param, "code": status}}
-    needs_remedy = isinstance(error, errors.EngineDeadError | errors.DownloadError)
+    needs_remedy = status == 503 and isinstance(error, errors.EngineDeadError | errors.DownloadError)
     is_retryable = status in (429, 503) and not needs_remedy
     assert response.headers.get("x-should-retry") == (None if is_retryable else "false")
     has_delay = isinstance(error, errors.OverloadedError)

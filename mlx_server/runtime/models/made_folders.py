@@ -11,6 +11,7 @@ ls` lists these folders, and `models rm` deletes them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -25,7 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_server.config import home
-from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.errors import DownloadError, InsufficientStorageError, ModelLoadError
 from mlx_server.runtime.models.folder import damaged_files, missing_parts, write_manifest
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, split_names
 from mlx_server.runtime.models.progress import Report, shown
@@ -60,7 +61,7 @@ class Recipe:
 
 def gguf_folder(name: str, path: Path) -> Path:
     """The converted folder of a GGUF file that the user calls `name`; converts the file first if necessary. Raises
-    `ModelLoadError`, and `DownloadError` if the disk is too small."""
+    `ModelLoadError`, and `InsufficientStorageError` if the disk is too small."""
     recipe = _gguf_recipe(name, path)
     return made_folder(recipe, lambda folder, report: convert_gguf(path, folder, WeightFormat.PACKED, report))
 
@@ -168,10 +169,10 @@ def scratch_folder(lock: Path, work: str) -> Iterator[Path]:
 
 
 def check_space(folder: Path, action: str, needed_bytes: int) -> None:
-    """Raises `DownloadError` if the disk of `folder` has no room for `action`."""
+    """Raises `InsufficientStorageError` if the disk of `folder` has no room for `action`."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise DownloadError(
+        raise InsufficientStorageError(
             f"{home()} has {free / 1e9:.2f} GB free, and {action} needs up to {needed_bytes / 1e9:.2f} GB. "
             "Make room, or set MLX_SERVE_HOME to a folder on another disk."
         )
@@ -188,9 +189,12 @@ def finish(work: Path, folder: Path, record: str, content: Mapping[str, object])
     os.rename(work, folder)
 
 
-def storage_error(source: str, error: OSError) -> DownloadError:
-    """The error for a model that cannot be written."""
-    return DownloadError(
-        f"Cannot keep {source} in {error.filename or home()}: {error.strerror}. Make room or give the right to write "
-        "there, or set MLX_SERVE_HOME to another folder."
+def storage_error(
+    source: str, error: OSError, *, folder: str | None = None, variable: str = "MLX_SERVE_HOME"
+) -> DownloadError:
+    """The error for a model that cannot be written to `folder` (None: the home folder), which `variable` sets."""
+    kind = InsufficientStorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DownloadError
+    return kind(
+        f"Cannot keep {source} in {error.filename or folder or home()}: {error.strerror}. Make room or give the right "
+        f"to write there, or set {variable} to another folder."
     )

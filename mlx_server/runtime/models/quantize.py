@@ -41,7 +41,7 @@ has)."""
 
 def quantized_folder(name: str, folder: Path, form: str, load: Load) -> Path:
     """The folder of the model that the user calls `name`, quantised to `form`; made first if necessary. Any thread.
-    Raises `ModelLoadError` for a model that is already quantised, and `DownloadError` if the disk is too small.
+    Raises `ModelLoadError` for a model that is already quantised, `InsufficientStorageError` if the disk is too small.
 
     A vision encoder is kept unquantised. Needs memory for the layer that is being quantised and for about 1 GiB of
     quantised weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from mlx_server.runtime.models.blueprint import load_folder
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
 from mlx_server.runtime.models.folder import HUB_FILES, missing_parts
 from mlx_server.runtime.models.gguf import WeightFormat, split_names
-from mlx_server.runtime.models.hub_fetch import fetch_snapshot
+from mlx_server.runtime.models.hub_fetch import cache_error, fetch_snapshot
 from mlx_server.runtime.models.made_folders import gguf_folder
 from mlx_server.runtime.models.quantize import quantized_folder
 
@@ -27,6 +28,8 @@ _SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 _HUB_FILE = re.compile(rf"(?:{_SITE})?([^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?([^?]+\.gguf)(?:\?.*)?")
 _OLLAMA_NAME = re.compile(r"[\w.-]+:[\w.-]+")
 _TAGGED_ID = re.compile(rf"(?:{_SITE})?([^/]+/[^/:]+):[\w.-]+")
+
+_DISK_FAULTS = (errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 
 
 def resolve_model(name: str, dtype: str = "auto") -> Path:
@@ -136,6 +139,8 @@ def _hub_snapshot(model: str, name: str, patterns: Sequence[str] = HUB_FILES) ->
             f"The hub has no model {name}, or it is private. Check the spelling; for a private one set HF_TOKEN."
         ) from error
     except Exception as error:  # the hub's client passes on errors of its HTTP library
+        if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+            raise cache_error(model, error) from error
         raise DownloadError(
             f"Cannot fetch {name} from the hub, and it is neither in the hub's cache nor a folder "
             f"({_first_line(error)}). Check the connection and HF_HUB_OFFLINE, or give a folder."

