@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=REPORT,
         metavar="FILE",
         help="also test and time the kernels, query a server and soak an engine, and write a report for an issue; of "
-        "the configuration, the server and the engine get the model of [model] and wire_memory, and all else is at its "
-        f"default; default: {REPORT}",
+        "the configuration, the server and the engine get the model (of several, the first) and wire_memory, and all "
+        f"else is at its default; default: {REPORT}",
     )
     parser.add_argument(
         "--seconds", type=above_0, default=120.0, metavar="N", help="length of the report's soak; default: 120"

@@ -83,15 +83,11 @@ class ServedNames:
         """The name of the model for requests without an adapter."""
         return self.base if self.merged is None else f"{self.base}:{self.merged}"
 
-    @property
-    def all(self) -> tuple[str, ...]:
-        """The model's name, and its names with each adapter."""
-        return self.model, *map(self.with_adapter, self.adapters)
-
     def check(self, adapter: str | None) -> None:
         """Raises `ModelNotFoundError` for an unknown adapter."""
         if adapter is not None and adapter not in self.adapters:
-            raise ModelNotFoundError(f"{self.base}:{adapter}", f"Available: {', '.join(self.all)}.")
+            known = ", ".join(self.adapters) or self.merged or "none"
+            raise ModelNotFoundError(f"{self.base}:{adapter}", f"The adapters of {self.base}: {known}.")
 
     def with_adapter(self, adapter: str | None) -> str:
         return self.model if adapter is None else f"{self.base}:{adapter}"

@@ -241,6 +241,11 @@ def _weights(dtypes: Iterable[mx.Dtype]) -> Iterator[Weight]:
             yield Weight(_SIDE, _SIDE, bits, dtype)
 
 
+def _model(config: Config) -> str:
+    """The configured model; of several, the first, which is the default one."""
+    return config.models[0].model if config.models else config.model.model
+
+
 def _chat(config: Config, log: Path) -> Finding:
     """One question to a server in its own process, with default settings and a key, in case other servers run. A model
     that generates no text is only loaded."""
@@ -251,7 +256,7 @@ def _chat(config: Config, log: Path) -> Finding:
     command = f"{{python}} -m mlx_server serve --model {{model}} --port {{port}} {wire}"
     body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_completion_tokens": 40}
     server = Server(name="mlx-serve", command=command, environ=environ)
-    with server.session(model=config.model.model, log_path=log, start_timeout_s=_START_S) as url:
+    with server.session(model=_model(config), log_path=log, start_timeout_s=_START_S) as url:
         if _embeds_only(config):
             return _skipped(config)
         start_s = time.perf_counter()
@@ -263,7 +268,7 @@ def _chat(config: Config, log: Path) -> Finding:
     answer = str(response.json()["choices"][0]["message"]["content"])
     num_tokens = int(response.json()["usage"]["completion_tokens"])
     problems = [] if num_tokens and answer.strip() else ["the answer is empty"]
-    if config.model.model == DEFAULT_MODEL and _ANSWER not in answer:
+    if _model(config) == DEFAULT_MODEL and _ANSWER not in answer:
         problems.append(f"the answer does not contain {_ANSWER}")
     quoted = "> " + answer.replace("\n", "\n> ")
     return Finding(f"{_QUESTION}\n\n{quoted}\n\n{num_tokens} tokens in {elapsed_s:.2f} s", problems)
@@ -272,21 +277,21 @@ def _chat(config: Config, log: Path) -> Finding:
 def _soak(config: Config, seconds: float) -> Finding:
     if _embeds_only(config):
         return _skipped(config)
-    result = asyncio.run(soak(config.model.model, seconds, wire_memory=config.memory.wire_memory))
+    result = asyncio.run(soak(_model(config), seconds, wire_memory=config.memory.wire_memory))
     return Finding(render_table(("what", "found"), _soak_rows(result)), result.problems)
 
 
 def _embeds_only(config: Config) -> bool:
     """Whether the model's files say that it generates no text; call it when they are on this machine."""
-    facts = read_facts(config.model.model)
-    kinds = [] if facts is None else facts.capabilities(config.model.model, ModelConfig().pooling)
+    facts = read_facts(_model(config))
+    kinds = [] if facts is None else facts.capabilities(_model(config), ModelConfig().pooling)
     return "embedding" in kinds and "completion" not in kinds
 
 
 def _skipped(config: Config) -> Finding:
     text = (
-        f"Skipped: {config.model.model} is an embedding model, which generates no text. Configure another model in "
-        "[model], or none for the bundled one."
+        f"Skipped: {_model(config)} is an embedding model, which generates no text. Configure another model in "
+        "[model] or first in [[models]], or none for the bundled one."
     )
     return Finding(text, is_skipped=True)
 

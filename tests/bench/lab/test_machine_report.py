@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def test_an_embedding_model_is_loaded_and_not_asked_for_text(
     assert text.count("is an embedding model, which generates no text. Configure another model in [model]") == 2
     assert "Traceback" not in text
     assert "mlx_server.pool.model_pool: Loading" in text, "the log of the server"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_of_several_models_the_first_is_reported_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stage in ("self_tests", "_timings", "product_tests"):
+        monkeypatch.setattr(machine_report, stage, lambda *_: machine_report.Finding("as it should be"))
+    config, path = tmp_path / "several.toml", tmp_path / "report.md"
+    folders = (str(make_folder(tmp_path / "first")), str(tmp_path / "nothing"))
+    config.write_text("".join(f"[[models]]\nmodel = {json.dumps(folder)}\n" for folder in folders))
+    monkeypatch.delenv("MLX_SERVE_MODEL_MODEL")
+    assert main(["doctor", "--config", str(config), "--report", str(path), "--seconds", "1"]) == 0
+    text = path.read_text()
+    assert "mlx_server.pool.model_pool: Loading first" in text
+    assert "smollm2" not in text
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")

@@ -275,7 +275,7 @@ def test_an_adapter_that_cannot_differ_by_request_is_the_models_own(kind: str, t
         assert llm.engine.model_name == "base:tuned"
         for asked in (adapters, ["tuned"] * len(prompts)):
             assert worst_error(answer(llm, prompts, MAX_TOKENS, asked), expected) < 1e-4
-        with pytest.raises(ModelNotFoundError, match=r"`base:other` does not exist. Available: base:tuned"):
+        with pytest.raises(ModelNotFoundError, match=r"`base:other` does not exist. The adapters of base: tuned."):
             answer(llm, prompts[:1], (1,), ["other"])
 
 
@@ -342,8 +342,8 @@ def test_adapters_are_named_by_their_folders_or_by_hand(tmp_path: Path) -> None:
     paths = two_adapters(folder, tmp_path)
     (prompt,) = random_prompts((5,))
     with LLM(str(folder), adapters=[str(paths["wide"]), f"other={paths['late']}"], max_model_len=64) as llm:
-        assert llm.engine.names.all == ("base", "base:wide", "base:other")
-        with pytest.raises(ModelNotFoundError, match=r"`base:late` .* Available: base, base:wide, base:other"):
+        assert llm.engine.names.adapters == ("wide", "other")
+        with pytest.raises(ModelNotFoundError, match=r"`base:late` .* The adapters of base: wide, other."):
             llm.generate([prompt], greedy(1), adapters="late", use_tqdm=False)
         with pytest.raises(InvalidRequestError, match="There are 1 prompts and 2 adapters"):
             llm.generate([prompt], greedy(1), adapters=["wide", None], use_tqdm=False)
