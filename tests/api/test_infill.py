@@ -44,6 +44,8 @@ async def test_a_suffix_makes_a_prompt_with_a_gap(coder: World):
     assert body["choices"][0]["text"] == "Hello world"
     rendered = await coder.http.post("/v1/completions/render", json={"prompt": "def f(", "suffix": "): pass"})
     assert rendered.json()[0]["token_ids"] == list(coder.engine.requests[0].prompt_token_ids)
+    longer = await coder.http.post("/v1/completions/render", json={"prompt": "1" * 150_000, "suffix": "2" * 150_000})
+    assert len(longer.json()[0]["token_ids"]) > 300_000, "beyond the context of 512, as in chats"
 
 
 async def test_an_empty_suffix_is_none(coder: World):

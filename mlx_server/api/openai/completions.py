@@ -190,15 +190,20 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
     return await exchange.answer(plan, TextWriter(exchange, body, plan.prompts))
 
 
-async def plan_text(exchange: Exchange, body: CompletionRequest) -> Plan:
-    """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
+async def plan_text(exchange: Exchange, body: CompletionRequest, *, is_counted: bool = False) -> Plan:
+    """Tokenizes and compiles in a worker thread. Prompts that are only counted may be longer than the context. Raises
+    `InvalidRequestError`."""
     engine, suffix = exchange.engine, body.suffix
     if not suffix:
-        return await plan_prompts(exchange, lambda: tuple(_prompt(engine, body, prompt) for prompt in body.prompt))
+        return await plan_prompts(
+            exchange, lambda: tuple(_prompt(engine, body, prompt, is_counted) for prompt in body.prompt)
+        )
     filler = fill_writer(engine, "suffix")
     gaps = (Gap(prompt, suffix) for prompt in body.prompt)
     return await plan_prompts(
-        exchange, lambda: tuple(_fill_prompt(engine, body, filler, gap) for gap in gaps), filler.end_token_ids
+        exchange,
+        lambda: tuple(_fill_prompt(engine, body, filler, gap, is_counted) for gap in gaps),
+        filler.end_token_ids,
     )
 
 
@@ -228,20 +233,25 @@ def fill_writer(engine: AsyncEngine, param: str) -> FillWriter:
     return FillWriter(engine.tokenizer, form)
 
 
-def _fill_prompt(engine: AsyncEngine, body: CompletionRequest, writer: FillWriter, gap: Gap) -> Prompt:
+def _fill_prompt(
+    engine: AsyncEngine, body: CompletionRequest, writer: FillWriter, gap: Gap, is_counted: bool
+) -> Prompt:
     truncation, max_model_len = body.prompt_truncation, engine.max_model_len
     most = truncation.num_kept(max_model_len)
     for text in (gap.prefix, gap.suffix) if most is None else ():
         if isinstance(text, str):
-            truncation.part(text, engine.tokenizer, max_model_len)  # raises if it is far too long
+            truncation.part(
+                text, engine.tokenizer, max_model_len, is_counted=is_counted
+            )  # raises if it is far too long
     token_ids = tuple(writer.write(gap, most, add_special_tokens=body.add_special_tokens is not False))
     return Prompt(token_ids, engine.tokenizer.decode(token_ids, skip_special_tokens=False) if body.echo else None)
 
 
-def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence[int]) -> Prompt:
+def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence[int], is_counted: bool) -> Prompt:
     token_ids: Sequence[int]
     if isinstance(prompt, str):
-        part = body.prompt_truncation.part(prompt, engine.tokenizer, engine.max_model_len)
+        truncation, max_model_len = body.prompt_truncation, engine.max_model_len
+        part = truncation.part(prompt, engine.tokenizer, max_model_len, is_counted=is_counted)
         token_ids = engine.tokenizer.encode(part, add_special_tokens=body.add_special_tokens is not False)
     else:
         token_ids = prompt

@@ -115,7 +115,7 @@ async def render_chat_completion(body: ChatCompletionRequest, request: Request, 
 async def render_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """The same for text completions: one entry a prompt."""
     exchange = await open_exchange(body, request, context, generates=False)
-    plan = await plan_text(exchange, body)
+    plan = await plan_text(exchange, body, is_counted=True)
     context.quotas.add_read(exchange.caller, sum(len(prompt.token_ids) for prompt in plan.prompts))
     return await exchange.turn.in_thread(lambda: JSONResponse([_rendered(exchange, prompt) for prompt in plan.prompts]))
 

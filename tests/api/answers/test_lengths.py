@@ -99,6 +99,9 @@ async def test_conversations_for_longer_contexts_are_counted(world: World):
     ):
         counted = (await world.http.post(f"/v1/{path}", json={field: value})).json()
         assert counted["input_tokens"] > 250_000
+    chat = (await world.http.post("/v1/chat/completions/render", json={"messages": user(text)})).json()
+    (rendered,) = (await world.http.post("/v1/completions/render", json={"prompt": text})).json()
+    assert len(chat["token_ids"]) > len(rendered["token_ids"]) >= 250_000
 
 
 async def test_millions_of_ids_are_to_be_sent_in_parts(world: World):
