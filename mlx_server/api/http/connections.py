@@ -15,7 +15,6 @@ import errno
 import logging
 import math
 import os
-import re
 import socket
 import time
 from asyncio import sslproto
@@ -31,6 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_server.api.auth.authentication import FREE_PATHS
 from mlx_server.api.errors import error_info
 from mlx_server.api.http.middleware import name_request, request_id
+from mlx_server.api.http.parser import RequestParser
 from mlx_server.api.http.sse import PIECE_WRITER
 from mlx_server.environment import raise_file_limit
 from mlx_server.errors import OverloadedError
@@ -57,12 +57,6 @@ ACCEPTED_AT_ONCE = 16
 """The connections accepted in one iteration of the event loop, so that others can be closed in between. This is
 uvicorn's `backlog`."""
 
-MAX_HEAD_BYTES, MAX_HEADERS = 16 * 1024, 128
-"""The most bytes and header fields of a request's head; of fields about ten times what clients and proxies send."""
-
-MAX_SMALL_CHUNKS = 4096
-"""The most chunks of a body whose chunks have less than 1 KiB on average."""
-
 READ_BYTES = 8 * 1024
 """The bytes that are read and parsed at a time, so that other connections are served in between."""
 
@@ -71,11 +65,6 @@ MIN_BYTES_PER_S = 4096
 
 _LOOKS = 8
 """How many times a connection is checked within the timeout."""
-
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-"""The end of a request's head, by h11's rule."""
-_ORIGIN = re.compile(rb"(?i)\Ahttps?://[^/?]*/?")
-"""What a proxy writes before the path (RFC 9112, 3.2.2)."""
 
 _RETRY_S = 5.0
 _LOG_EVERY_S = 60.0
@@ -268,25 +257,6 @@ class GuardedListener(socket.socket):
         self._gate.shed()
 
 
-class _Parser(h11.Connection):
-    """Refuses a body in many tiny chunks: each takes as much time as a large chunk. Reads whole URLs as paths."""
-
-    _num_chunks = 0
-    _num_bytes = 0
-
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            object.__setattr__(event, "target", _ORIGIN.sub(b"/", event.target))
-            self._num_chunks, self._num_bytes = 0, 0
-        elif isinstance(event, h11.Data):
-            self._num_chunks += 1
-            self._num_bytes += len(event.data)
-            if self._num_chunks > MAX_SMALL_CHUNKS + self._num_bytes // 1024:
-                raise h11.RemoteProtocolError(f"more than {MAX_SMALL_CHUNKS} small chunks")
-        return event
-
-
 class _ChunkWriter:
     """Writes the pieces of a chunked body, framed, directly to the transport. h11's state does not change with them,
     and h11 takes longer for a piece than everything else together."""
@@ -323,7 +293,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Parser(h11.SERVER, MAX_HEAD_BYTES)
+        self.conn = self._parser = RequestParser()
         self._timer: asyncio.TimerHandle | None = None
         self._has_request = False
         self._waiting_since_s: float | None = None
@@ -356,10 +326,17 @@ class BoundedProtocol(H11Protocol):
         self._note_turn()
 
     def handle_events(self) -> None:
-        excess = _excess(self.conn.trailing_data[0]) if self.conn.their_state is h11.IDLE else None
+        excess = self._parser.excess_of_head()
         if excess is None:
             return super().handle_events()
         return self.send_400_response(f"The request's head has more than {excess}.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Says in the parser's words what is wrong with the request. If its answer has begun, only closes."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(self._parser.refusal or msg)
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -439,12 +416,3 @@ def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedProt
     time, too: asyncio would take 256 KiB of memory for each, before its client has said anything."""
     sslproto.SSLProtocol.max_size = READ_BYTES
     return type("BoundedProtocol", (BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
-
-
-def _excess(received: bytes) -> str | None:
-    """The limit that the head at the beginning of `received` exceeds, if any. The head may be incomplete."""
-    end = _END_OF_HEAD.search(received)
-    if (end.end() if end else len(received)) > MAX_HEAD_BYTES:
-        return f"{MAX_HEAD_BYTES} bytes"
-    num_headers = received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1
-    return f"{MAX_HEADERS} header fields" if num_headers > MAX_HEADERS else None

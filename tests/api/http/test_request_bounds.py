@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.http import access, request_bounds
-from mlx_server.api.http.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
+from mlx_server.api.http.parser import MAX_HEADERS, MAX_SMALL_CHUNKS
 from mlx_server.api.http.request_bounds import (
     MAX_BACKSLASHES,
     MAX_CONTAINERS,
@@ -293,4 +293,23 @@ async def test_a_body_in_crumbs_is_refused(world: World, number: int, is_read: b
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 200") == is_read
     assert len(world.engine.requests) == is_read
+    writer.close()
+
+
+@pytest.mark.parametrize(("host", "words"), [("localhost", b"4096 small chunks; send"), ("elsewhere.example", b"")])
+async def test_crumbs_are_refused_in_words_unless_an_answer_was_sent_before(
+    world: World, host: str, words: bytes, caplog: pytest.LogCaptureFixture
+):
+    """A foreign host is refused before the body is read."""
+    reader, writer = await world.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % host.encode()
+    writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n{\r\n")
+    if not words:
+        assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 403")
+    for _ in range(MAX_SMALL_CHUNKS + MAX_SMALL_CHUNKS // 1024):  # each KiB allows one more
+        writer.write(b"1\r\n \r\n")
+    answer = await asyncio.wait_for(reader.read(), 20)
+    assert answer.startswith(b"HTTP/1.1 400") if words else not answer
+    assert words in answer
+    assert "Traceback" not in caplog.text
     writer.close()

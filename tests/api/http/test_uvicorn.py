@@ -30,9 +30,9 @@ OVERRIDDEN = {
     "on_response_complete": ["self"],
     "pause_writing": ["self"],
     "resume_writing": ["self"],
+    "send_400_response": ["self", "msg"],
     "shutdown": ["self"],
 }
-CALLED = {"send_400_response": ["self", "msg"]}
 OF_A_FLOW = {"read_paused", "write_paused", "drain"}
 OF_A_CYCLE = {"response_started", "response_complete"}
 
@@ -94,11 +94,6 @@ def test_an_overridden_method_has_the_same_parameters(name: str) -> None:
 def test_the_table_has_every_method_that_is_overridden() -> None:
     both = {name for name in vars(BoundedProtocol) if inspect.isroutine(getattr(H11Protocol, name, None))}
     assert both == OVERRIDDEN.keys(), CHECK
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_a_called_method_has_the_same_parameters(name: str) -> None:
-    assert parameters(H11Protocol, name) == CALLED[name], CHECK
 
 
 async def test_every_attribute_that_is_used_is_there() -> None:
