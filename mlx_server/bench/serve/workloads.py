@@ -231,7 +231,10 @@ def read_dataset(path: Path, limit: int | None = None, output_len: int = 64) -> 
         raise ConfigError(f"Cannot read the dataset {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"The dataset {path} is not UTF-8 text: {error.reason}.") from error
-    lines = list(islice(_parse_lines(path, text, output_len), limit))
+    try:
+        lines = list(islice(_parse_lines(path, text, output_len), limit))
+    except csv.Error as error:
+        raise ConfigError(f"The dataset {path} is not CSV that can be read: {error}.") from error
     if not lines:
         raise ConfigError(f"The dataset {path} has no requests.")
     prompts = [line for line in lines if isinstance(line, Turn)]
@@ -246,13 +249,17 @@ def _from_first(arrivals: Iterable[TraceLine]) -> list[TraceLine]:
     return [replace(line, arrival_s=line.arrival_s - ordered[0].arrival_s) for line in ordered]
 
 
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""The last two are of infinite and of deeply nested values."""
+
+
 def _parse_lines(path: Path, text: str, output_len: int) -> Iterator[Turn | TraceLine]:
     is_json = text.lstrip().startswith("{")
     entries: Iterable[Any] = filter(str.strip, text.splitlines()) if is_json else csv.DictReader(io.StringIO(text))
     for number, entry in enumerate(entries, start=1):
         try:
             line = _parse_json(json.loads(entry), output_len) if is_json else _parse_csv(entry)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _FAULTS as error:
             raise ConfigError(f"{path}, request {number} is not understood: {error!r}. {_FORMATS}") from error
         if isinstance(line, TraceLine) and not (
             math.isfinite(line.arrival_s) and min(line.input_len, line.output_len) >= 0

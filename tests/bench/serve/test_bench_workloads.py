@@ -147,6 +147,9 @@ def test_burstgpts_failed_requests_are_left_out():
         ('{"prompt": "a"}\n{"timestamp": 1, "input_length": 1, "output_length": 1}\n', "mixes prompts with lines"),
         ("a,b\n1,2\n", "request 1 is not understood"),
         ('{"prompt": "a"\n', "request 1 is not understood"),
+        ('{"timestamp": 0, "input_length": 1e999, "output_length": 1}', "request 1 is not understood: OverflowError"),
+        ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "request 1 is not understood: RecursionError"),
+        (f"TIMESTAMP,ContextTokens\n{'x' * 200_000},1", "is not CSV that can be read: field larger than field limit"),
     ],
 )
 def test_a_file_that_is_not_understood_is_refused_with_its_line(tmp_path, text, message):
