@@ -161,8 +161,8 @@ class Simulation:
     ) -> None:
         """`disk` adds the disk tier for prefixes. Without `is_fair`, all requests seem to be of one client.
         `check_every` is the number of steps between integrity checks of the scheduler; 0 checks only at the end.
-        `explained` is the number of an arrival, counted from 0; `explanation` then says for each step why that request
-        waited."""
+        `explained` is the number of an arrival, counted from 0 without a flood's; `explanation` then says for each step
+        why that request waited."""
         blocks = PagedBlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self._drafts = None if drafts is None else MadeUpDrafts(drafts)
         speculation = None if self._drafts is None else Speculation(self._drafts, max_draft_tokens=MAX_DRAFT_TOKENS)
@@ -181,7 +181,7 @@ class Simulation:
         self._began_s = 0.0
         self._submitted: deque[tuple[ModelRunnerOutput, float]] = deque()
         self._in_progress: dict[str, Request] = {}
-        self._num_arrived = 0
+        self._num_arrived = self._num_flooded = 0
         self._explained = None if explained is None else str(explained)
         self.explanation: list[str] = []
 
@@ -222,8 +222,10 @@ class Simulation:
 
     def _arrive(self, traced: TracedRequest) -> None:
         """Adds a request at the current time, or counts it as refused."""
-        request_id = str(self._num_arrived)
-        self._num_arrived += 1
+        is_flood = traced.client == FLOOD
+        request_id = f"-{self._num_flooded + 1}" if is_flood else str(self._num_arrived)
+        self._num_flooded += is_flood
+        self._num_arrived += not is_flood
         request = Request(
             request_id,
             [TOKEN.token_id] * traced.num_prompt_tokens,
