@@ -35,30 +35,31 @@ ANYONE = Requester()
 class Slot:
     """A slot in use. Call `release` on every path."""
 
-    def __init__(self, slots: FairSlots, priority: Priority) -> None:
+    def __init__(self, slots: FairSlots, holder: Requester) -> None:
         self._slots: FairSlots | None = slots
-        self._priority = priority
+        self._holder = holder
 
     def release(self) -> None:
         """Passes the slot to the next in line. Idempotent."""
         slots, self._slots = self._slots, None
         if slots is not None:
-            slots.take_back(self._priority)
+            slots.take_back(self._holder)
 
 
 class FairSlots:
     """A limited number of slots. Event-loop thread only.
 
     Normal priority cannot use one of the slots, and low priority cannot use two, if there are that many, so that work
-    which cannot be interrupted never keeps all slots from a better tier. Otherwise better tiers come first, except for
-    the share of worse ones.
+    which cannot be interrupted never keeps all slots from a better tier. In the same way, a key cannot use one of the
+    slots of its priority, if there are two, so that the others of its tier have one. Otherwise better tiers come first,
+    except for the share of worse ones.
     """
 
     def __init__(self, num_slots: int, max_num_waiting: int | None = None) -> None:
         """`max_num_waiting` limits the new work of one key that may wait; None means no limit."""
         self.num_slots = num_slots
         self.max_num_waiting = max_num_waiting
-        self._held: Counter[Priority] = Counter()
+        self._held: Counter[Requester] = Counter()
         self._waiting: dict[Priority, OrderedDict[str, deque[asyncio.Future[Slot]]]] = {
             priority: OrderedDict() for priority in Priority
         }
@@ -73,10 +74,8 @@ class FairSlots:
         return sum(len(queue) for keys in self._waiting.values() for queue in keys.values())
 
     def try_acquire(self, requester: Requester) -> Slot | None:
-        """Returns a slot if one is free and no other work of this priority waits."""
-        if self._waiting[requester.priority] or not self._has_room(requester.priority):
-            return None
-        return self._give(requester.priority)
+        """Returns a slot if one is free for the requester. Those that wait could not use it."""
+        return self._give(requester) if self._has_room(requester) else None
 
     async def acquire(self, requester: Requester, *, is_later: bool = False) -> Slot:
         """Waits for a slot. Raises `QuotaExceededError` if too much of the key's work waits already, unless this
@@ -101,37 +100,45 @@ class FairSlots:
                 self._forget(requester, coming)
             raise
 
-    def take_back(self, priority: Priority) -> None:
+    def take_back(self, holder: Requester) -> None:
         """For `Slot.release` only."""
-        self._held[priority] -= 1
-        while (following := self._next_priority()) is not None:
-            keys = self._waiting[following]
-            key, queue = next(iter(keys.items()))
+        self._held[holder] -= 1
+        if not self._held[holder]:
+            del self._held[holder]
+        while (following := self._next_requester()) is not None:
+            keys = self._waiting[following.priority]
+            queue = keys[following.key]
             coming = queue.popleft()
             if queue:
-                keys.move_to_end(key)
+                keys.move_to_end(following.key)
             else:
-                del keys[key]
+                del keys[following.key]
             if not coming.done():
                 coming.set_result(self._give(following))
 
-    def _give(self, priority: Priority) -> Slot:
-        self._held[priority] += 1
-        return Slot(self, priority)
+    def _give(self, requester: Requester) -> Slot:
+        self._held[requester] += 1
+        return Slot(self, requester)
 
-    def _has_room(self, priority: Priority) -> bool:
-        num_held = sum(self._held[other] for other in Priority if other >= priority)
-        return num_held < max(1, self.num_slots - priority) and self.num_held < self.num_slots
+    def _has_room(self, requester: Requester) -> bool:
+        key, priority = requester.key, requester.priority
+        num_usable = max(1, self.num_slots - priority)
+        num_like = sum(num for holder, num in self._held.items() if holder.priority >= priority)
+        num_own = sum(num for holder, num in self._held.items() if holder.key == key)
+        return num_like < num_usable and num_own < max(1, num_usable - 1) and self.num_held < self.num_slots
 
-    def _next_priority(self) -> Priority | None:
-        """Who gets the next slot: the best waiting priority, or the worst one that was passed over often enough."""
-        able = [priority for priority in Priority if self._waiting[priority] and self._has_room(priority)]
-        if not able:
+    def _next_requester(self) -> Requester | None:
+        """Who gets the next slot: the best priority that can use it, or the worst one that was passed over often
+        enough; of its keys the next in turn that can."""
+        waiting = (map(partial(Requester, priority=priority), self._waiting[priority]) for priority in Priority)
+        able = [next(filter(self._has_room, requesters), None) for requesters in waiting]
+        firsts = [requester for requester in able if requester is not None]
+        if not firsts:
             return None
-        due = [priority for priority in able if self._num_passed[priority] >= _SHARE - 1]
-        chosen = max(due) if due else able[0]
-        self._num_passed[chosen] = 0
-        self._num_passed.update(priority for priority in able if priority > chosen)
+        due = [requester for requester in firsts if self._num_passed[requester.priority] >= _SHARE - 1]
+        chosen = due[-1] if due else firsts[0]
+        self._num_passed[chosen.priority] = 0
+        self._num_passed.update(other.priority for other in firsts if other.priority > chosen.priority)
         return chosen
 
     def _forget(self, requester: Requester, coming: asyncio.Future[Slot]) -> None:

@@ -56,11 +56,12 @@ async def test_an_eighth_is_for_worse_tiers():
     assert [index for index, requester in enumerate(got) if requester.key == "l"] == [7, 15, 23]
 
 
-async def take(slots: FairSlots, priority: Priority) -> list[Slot]:
-    """All slots that this priority can have now."""
+async def take(slots: FairSlots, priority: Priority, keys: str = "abc") -> list[Slot]:
+    """All slots that these keys of this priority can have now."""
     taken: list[Slot] = []
-    while (slot := slots.try_acquire(Requester("k", priority))) is not None:
-        taken.append(slot)
+    for key in keys:
+        while (slot := slots.try_acquire(Requester(key, priority))) is not None:
+            taken.append(slot)
     return taken
 
 
@@ -73,6 +74,28 @@ async def test_worse_tiers_leave_slots_for_better_ones():
     low[0].release()
     assert len(await take(slots, Priority.HIGH)) == 1
     assert slots.num_held == 5
+
+
+async def test_a_key_leaves_a_slot_for_the_others_of_its_tier():
+    slots = FairSlots(4)
+    taken, got = await take(slots, Priority.NORMAL, "a"), list[Requester]()
+    waiting = await queue_up(slots, [Requester("a")] * 3, got)
+    assert (len(taken), slots.num_held, slots.num_waiting) == (2, 2, 3)
+    assert len(await take(slots, Priority.NORMAL, "b")) == 1
+    taken[0].release()
+    await asyncio.gather(*waiting)
+    assert got == [Requester("a")] * 3
+
+
+async def test_a_key_that_has_its_slots_holds_up_no_key_behind_it():
+    slots, got = FairSlots(4), list[Requester]()
+    mine, others = await take(slots, Priority.NORMAL, "a"), await take(slots, Priority.NORMAL, "b")
+    tasks = await queue_up(slots, [Requester("a"), Requester("c")], got)
+    others[0].release()
+    await tasks[1]
+    assert got == [Requester("c")]
+    mine[0].release()
+    await tasks[0]
 
 
 async def test_there_is_always_one_for_everybody():

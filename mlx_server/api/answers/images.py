@@ -47,7 +47,7 @@ MAX_HELD_BYTES = 2048 * 2**20
 """The most bytes of inputs from images of all open requests: beyond this, no image is prepared."""
 
 _HELD_RETRY_S = 5.0
-_NUM_THREADS = 3
+_NUM_THREADS = 4
 _NUM_FETCHES = 8
 _MAX_SHOWN_CHARS = 100
 _MAX_PORT = 65535

@@ -343,7 +343,7 @@ class GrammarThreads:
     first, the machine is busy, and the client should try again.
     """
 
-    def __init__(self, num_threads: int = 3, cpu_limit_s: float = 10.0, patience_s: float = 30.0) -> None:
+    def __init__(self, num_threads: int = 4, cpu_limit_s: float = 10.0, patience_s: float = 30.0) -> None:
         """`patience_s` limits the wait for a thread, and separately the wait for the work."""
         self._cpu_limit_s = cpu_limit_s
         self._patience_s = patience_s
