@@ -13,7 +13,7 @@ import os
 import ssl
 import stat
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,8 +43,9 @@ MAX_REDIRECTS = 3
 MAX_PREPARED_BYTES = 1024 * 2**20
 """The most bytes of inputs made from one request's images, which stay in memory while it waits."""
 
-MAX_HELD_BYTES = 2048 * 2**20
-"""The most bytes of inputs from images of all open requests: beyond this, no image is prepared."""
+MAX_HELD_BYTES = 3072 * 2**20
+"""The most bytes of inputs from images of all open requests. A key's next image is refused while those that it has take
+more than twice of what is left: one key alone has at most 2 GiB, a second one then 2/3 GiB."""
 
 _HELD_RETRY_S = 5.0
 _NUM_THREADS = 4
@@ -82,10 +83,11 @@ class ImageLoader:
         num_tokens = num_bytes = 0
         clock = _FetchClock(ALL_FETCHES_S)
         for index, part in enumerate(parts.found):
-            if self._held.num_bytes > MAX_HELD_BYTES:
+            num_left, num_own = MAX_HELD_BYTES - self._held.num_bytes, self._held.of(requester.key)
+            if num_own > 2 * num_left:
                 raise OverloadedError(
-                    f"Images of open requests take {self._held.num_bytes:,} bytes as models' inputs, more than "
-                    f"{MAX_HELD_BYTES:,}. Try again when some requests have ended.",
+                    f"Images of this key's open requests take {num_own:,} bytes as models' inputs, more than twice "
+                    f"what is left of the {MAX_HELD_BYTES:,} for all keys. Try again when some requests have ended.",
                     _HELD_RETRY_S,
                 )
             try:
@@ -95,7 +97,7 @@ class ImageLoader:
                     continue
                 raise InvalidRequestError(f"{part.where} is an image that {error}.", part.where) from error
             prepared[index] = image
-            self._held.add(image)
+            self._held.add(image, requester.key)
             num_tokens, num_bytes = num_tokens + image.num_tokens, num_bytes + image.num_bytes
             if num_tokens >= max_model_len:
                 raise ContextLengthError.of_prompt(
@@ -150,28 +152,40 @@ class ImageLoader:
 
 
 class HeldArrays:
-    """Counts the bytes of arrays that are still in use, each array once even if several requests share it. `add` is for
-    one thread; arrays may be freed in any."""
+    """Counts the bytes of arrays that are still in use, by owner, each array once even if several requests share it.
+    `add` is for one thread; arrays may be freed in any."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}  # by `id` of the array, which is used again once it is freed
+        self._sizes: dict[int, tuple[str, int]] = {}  # by `id` of the array, which is used again once it is freed
         self._gone: deque[int] = deque()
-        self._num_bytes = 0
+        self._num_bytes: Counter[str] = Counter()
 
     @property
     def num_bytes(self) -> int:
-        while self._gone:
-            self._num_bytes -= self._sizes.pop(self._gone.popleft())
-        return self._num_bytes
+        """Of all owners."""
+        self._forget()
+        return self._num_bytes.total()
 
-    def add(self, image: PreparedImage) -> None:
-        num_bytes = self.num_bytes  # forgets freed arrays before ids are compared
+    def of(self, owner: str) -> int:
+        """The bytes of one owner's arrays."""
+        self._forget()
+        return self._num_bytes[owner]
+
+    def add(self, image: PreparedImage, owner: str) -> None:
+        self._forget()
         for array in (array for piece in image.pieces for array in piece.inputs.values()):
             if id(array) not in self._sizes:
-                self._sizes[id(array)] = array.nbytes
-                num_bytes += array.nbytes
+                self._sizes[id(array)] = (owner, array.nbytes)
+                self._num_bytes[owner] += array.nbytes
                 weakref.finalize(array, self._gone.append, id(array)).atexit = False
-        self._num_bytes = num_bytes
+
+    def _forget(self) -> None:
+        """Forgets freed arrays."""
+        while self._gone:
+            owner, num_bytes = self._sizes.pop(self._gone.popleft())
+            self._num_bytes[owner] -= num_bytes
+            if not self._num_bytes[owner]:
+                del self._num_bytes[owner]
 
 
 class _FetchClock:

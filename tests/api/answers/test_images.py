@@ -355,7 +355,7 @@ async def test_images_are_bounded_in_bytes(seer: World, monkeypatch: pytest.Monk
 async def test_images_of_all_open_requests_are_bounded(seer: World, monkeypatch: pytest.MonkeyPatch):
     """Counted once while anybody has them, and no longer."""
     monkeypatch.setattr(seer.engine.vision._kept, "_limit", 0)
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 300_000)  # of 112,920 for each
+    monkeypatch.setattr(images, "MAX_HELD_BYTES", 450_000)  # of 112,920 for each
 
     async def send(*seeds: int) -> Any:
         parts = [part(data_url(encoded(picture(seed)))) for seed in seeds]
@@ -364,12 +364,27 @@ async def test_images_of_all_open_requests_are_bounded(seer: World, monkeypatch:
     assert [(await send(seed)).status_code for seed in (70, 71, 72)] == [200] * 3
     refused = await send(73)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-    assert "Images of open requests take 338,760 bytes" in refused.json()["error"]["message"]
+    told = refused.json()["error"]["message"]
+    assert "Images of this key's open requests take 338,760 bytes" in told
+    assert "more than twice what is left of the 450,000 for all keys" in told
     assert (await seer.chat()).status_code == 200
     assert len(seer.engine.requests) == 4
     del seer.engine.requests[1:]
     gc.collect()
     assert (await send(74, 75)).status_code == 200
+
+
+async def test_the_images_of_one_key_leave_room_for_those_of_others(seer: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(seer.engine.vision._kept, "_limit", 0)
+    monkeypatch.setattr(images, "MAX_HELD_BYTES", 560_000)  # of 112,920 for each
+    seer.configure_server(api_key="many", admin_key="one")
+
+    async def send(key: str, seed: int) -> int:
+        message = user([part(data_url(encoded(picture(seed))))])
+        return (await seer.chat(headers={"authorization": f"Bearer {key}"}, messages=message)).status_code
+
+    assert [await send("many", seed) for seed in range(80, 86)][-1] == 503
+    assert await send("one", 86) == 200
 
 
 async def test_images_are_made_smaller_by_the_setting(seer: World):
