@@ -57,7 +57,7 @@ class _JsonRequest(Request):
             else:
                 caller = caller_of(self)
                 requester = Requester(caller.identity, caller.tier.priority)
-                self._json = await context.text_workers.parse(requester, lambda: _validated(body, field))
+                self._json = await context.text_workers.parse(requester, len(body), lambda: _validated(body, field))
             self._body = b"{}"
         held.release()
 

@@ -22,6 +22,9 @@ from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_executor
 
 T = TypeVar("T")
 
+LARGE_BYTES = 256 * 1024
+"""Larger bodies may take a tenth of a second to parse, which smaller ones, like those of agents, need not wait for."""
+
 _IDLE_S = 0.25
 """A turn ends by itself when its request waits this long for something else, like a model that is loading."""
 
@@ -34,13 +37,14 @@ class TextWorkers:
         num_threads = max(3, (os.cpu_count() or 1) // 2 + 1)
         self.slots = FairSlots(num_threads, max_num_waiting)
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
-        self._parser_slots = FairSlots(1)
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._parser_slots = {is_large: FairSlots(1) for is_large in (False, True)}
+        self._parser = ThreadPoolExecutor(2, thread_name_prefix="bodies")
 
-    async def parse(self, requester: Requester, work: Callable[[], T]) -> T:
-        """Runs `work` off the event loop, at the requester's turn. For work that holds the GIL: one at a time, with a
-        pause as long as the work after each, in which streams go on."""
-        slot = await self._parser_slots.acquire(requester)
+    async def parse(self, requester: Requester, num_bytes: int, work: Callable[[], T]) -> T:
+        """Runs `work` on so many bytes off the event loop, at the requester's turn. For work that holds the GIL: one of
+        the large and one of the others at a time, with a pause as long as the work after each, in which streams go
+        on."""
+        slot = await self._parser_slots[num_bytes > LARGE_BYTES].acquire(requester)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         return await in_executor(self._parser, work, lambda: loop.call_later(loop.time() - start_s, slot.release))

@@ -27,7 +27,7 @@ from mlx_server.api.http.request_bounds import (
     MAX_TOOLS,
     MAX_VALUES,
 )
-from mlx_server.api.http.text_turns import TextWorkers
+from mlx_server.api.http.text_turns import LARGE_BYTES, TextWorkers
 from mlx_server.api.openai.completions import MAX_SEQUENCES
 from mlx_server.engine.fair_slots import Requester
 from mlx_server.errors import QuotaExceededError
@@ -195,11 +195,11 @@ async def test_bodies_are_parsed_one_at_a_time_by_priority_and_key_in_turn():
         may_go.wait(5)
         done.append(name)
 
-    reads = [asyncio.create_task(workers.parse(greedy, lambda n=f"greedy {i}": work(n))) for i in range(4)]
+    reads = [asyncio.create_task(workers.parse(greedy, 1, lambda n=f"greedy {i}": work(n))) for i in range(4)]
     await asyncio.sleep(0)
-    reads.append(asyncio.create_task(workers.parse(modest, lambda: work("modest"))))
-    reads.append(asyncio.create_task(workers.parse(high, lambda: work("high"))))
-    gone = asyncio.create_task(workers.parse(high, lambda: work("gone")))
+    reads.append(asyncio.create_task(workers.parse(modest, 1, lambda: work("modest"))))
+    reads.append(asyncio.create_task(workers.parse(high, 1, lambda: work("high"))))
+    gone = asyncio.create_task(workers.parse(high, 1, lambda: work("gone")))
     await asyncio.sleep(0)
     gone.cancel()
     may_go.set()
@@ -207,15 +207,25 @@ async def test_bodies_are_parsed_one_at_a_time_by_priority_and_key_in_turn():
     assert done == ["greedy 0", "high", "greedy 1", "modest", "greedy 2", "greedy 3"]
 
 
+async def test_a_body_of_usual_size_does_not_wait_for_large_ones():
+    workers, go = TextWorkers(10), threading.Event()
+    large = asyncio.create_task(workers.parse(Requester("large"), LARGE_BYTES + 1, lambda: go.wait(1)))
+    await asyncio.sleep(0)
+    assert await workers.parse(Requester("usual"), LARGE_BYTES, lambda: "parsed") == "parsed"
+    assert not large.done()
+    go.set()
+    assert await large
+
+
 async def test_a_client_that_leaves_while_its_body_is_parsed_keeps_the_turn():
     workers, may_go, order = TextWorkers(8), threading.Event(), []
-    gone = asyncio.create_task(workers.parse(Requester("gone"), lambda: order.append(may_go.wait(5))))
+    gone = asyncio.create_task(workers.parse(Requester("gone"), 1, lambda: order.append(may_go.wait(5))))
     await asyncio.sleep(0.01)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    low = asyncio.create_task(workers.parse(Requester("low", Priority.LOW), lambda: order.append("low")))
-    high = asyncio.create_task(workers.parse(Requester("high", Priority.HIGH), lambda: order.append("high")))
+    low = asyncio.create_task(workers.parse(Requester("low", Priority.LOW), 1, lambda: order.append("low")))
+    high = asyncio.create_task(workers.parse(Requester("high", Priority.HIGH), 1, lambda: order.append("high")))
     await asyncio.sleep(0.05)
     assert workers._parser._work_queue.qsize() == 0  # they wait for the turn, and not in the thread's own queue
     may_go.set()
