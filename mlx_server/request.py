@@ -183,6 +183,7 @@ class Request:
     num_in_flight: int = field(default=0, init=False)
     num_ever_computed: int = field(default=0, init=False)  # the maximum of `num_computed_tokens` so far
     is_promoted: bool = field(default=False, init=False)  # by its age: it is not preempted for better tiers
+    urgent_key: float = field(default=0.0, init=False)  # its key, or that of an older one that it has gone before
     num_tokens_overtaken: int = field(default=0, init=False)  # of younger requests of its tier that started before it
     num_accepted_drafts: int = field(default=0, init=False)  # drafts that are in the output
     num_rejected_drafts: int = field(default=0, init=False)

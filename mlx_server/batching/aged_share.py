@@ -83,12 +83,13 @@ class AgedShare:
         return num_shares <= 1.0 or (not beside and num_better >= min(math.ceil(num_shares), SHARE) - 1)
 
     def most_urgent(self, now: float, prefilling: list[Request], first: Request) -> Request | None:
-        """The most urgent prompt by age, if it is of a worse tier than `first`; else None."""
+        """The most urgent prompt by age, if it is of a worse tier than `first`; else None. One that goes before older
+        requests of other clients is as urgent as those."""
         promoted = self.promoted(now)
         able = prefilling if promoted is None else [*prefilling, promoted]
 
-        def urgency(request: Request) -> tuple[bool, float]:
-            return not request.is_promoted and request is not promoted, self._waiting.key(request)
+        def urgency(request: Request) -> float:
+            return self._waiting.oldest_age(request.priority)[0] if request is promoted else request.urgent_key
 
         oldest = min(able, key=urgency, default=first)
         return oldest if oldest.priority > first.priority else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
@@ -57,23 +58,27 @@ class FairOrder:
 
     Each client has a level: the tokens that were computed for it, and one more for each token of output, since a step
     computes many prompt tokens in the time of a few outputs. The first request is the oldest one of the client with the
-    lowest level. A client whose requests all run or have ended, and now waits again, is lifted to the lowest level of
-    those that wait: what it did not use is not saved up. A client without requests is forgotten.
+    lowest level.
+
+    A client that had no request in order, and now has one, is lifted to the lowest level of those that have, or to the
+    highest of all if none has: what it did not use is not saved up. A client without requests is forgotten once no
+    other one has less, so that it gains nothing by leaving.
 
     With a single client this is the order by age, and nothing is counted.
 
-        A keeps 100 requests open, of 200 tokens each. B sends two of 300 tokens when A has the level 50,000.
-        start     B       A       B       A       A      ...   B is lifted to 50,000, and comes first since A goes on
-        level A   50,010  50,010  50,210  50,310  50,510       (its streams get tokens in each step)
-        level B   50,000  50,300  50,300  50,600  50,600       B's streams get tokens, too
+        A keeps 100 requests open, of 200 tokens each. B sends two of 300 tokens when A has the level 50,000, and is
+        lifted to it. A's streams go on for 10 tokens, so B comes first. Before each of five starts in one step:
+        level A   50,010  50,010  50,210  50,410  50,410
+        level B   50,000  50,300  50,300  50,300  50,600
+        start     B       A       A       B       A
     """
 
     def __init__(self) -> None:
         self._by_age: dict[str, OrderedRequests] = {}  # by client
-        self._num_waiting: Counter[str] = Counter()  # of each client that waits, parked requests included
+        self._num_waiting: Counter[str] = Counter()  # of each client, parked requests included
         self._running: dict[str, Request] = {}
         self._counted: dict[str, int] = {}  # tokens of each running request when it was counted last
-        self._levels: dict[str, int] = {}  # of clients that wait or run, and of some that have left
+        self._levels: dict[str, int] = {}  # of clients with requests, and of some that have left
 
     def by_client(self) -> Iterator[OrderedRequests]:
         """The requests in order of each client, the oldest first."""
@@ -95,16 +100,8 @@ class FairOrder:
     # --- waiting --------------------------------------------------------------------------------------------
 
     def begin_to_wait(self, request: Request) -> None:
-        """A request waits from now on; `push` follows."""
-        client = request.client
-        if client not in self._num_waiting:
-            if self._levels.keys() - {client}:
-                self.settle()
-            floor = min((self._levels[other] for other in self._num_waiting), default=None)
-            if floor is None:
-                floor = max(self._levels.values(), default=0)
-            self._levels[client] = max(self._levels.get(client, 0), floor)
-        self._num_waiting[client] += 1
+        """A request waits from now on, after a `push`."""
+        self._num_waiting[request.client] += 1
 
     def end_to_wait(self, request: Request) -> None:
         """A request has left the queue, after a `remove`."""
@@ -114,7 +111,10 @@ class FairOrder:
 
     def push(self, request: Request, key: float) -> None:
         """Puts a waiting request in order. Of one client's, the one with the smallest key comes first."""
-        self._by_age.setdefault(request.client, OrderedRequests()).push(request, key)
+        if request.client not in self._by_age:
+            self._lift(request.client)
+            self._by_age[request.client] = OrderedRequests()
+        self._by_age[request.client].push(request, key)
 
     def remove(self, request: Request) -> None:
         """Takes a waiting request out of the order: it is parked, or will not wait any more."""
@@ -148,11 +148,19 @@ class FairOrder:
         self._counted[request.request_id] = num_tokens
 
     def settle(self) -> None:
-        """Counts for all running requests, and forgets clients without requests."""
+        """Counts for all running requests, and forgets clients without requests that have had no more than others."""
         for request in self._running.values():
             self.count(request)
-        active = self._active()
-        self._levels = {client: level for client, level in self._levels.items() if client in active}
+        active, levels = self._active(), self._levels
+        least = min([levels[client] for client in active], default=math.inf)
+        self._levels = {client: level for client, level in levels.items() if client in active or level > least}
+
+    def _lift(self, client: str) -> None:
+        if self._levels.keys() - {client}:
+            self.settle()
+        levels = [self._levels[other] for other in self._by_age]
+        floor = min(levels) if levels else max([self._levels[other] for other in self._active()], default=0)
+        self._levels[client] = max(self._levels.get(client, 0), floor)
 
     def _active(self) -> set[str]:
         return {request.client for request in self._running.values()}.union(self._num_waiting)

@@ -71,7 +71,8 @@ class Policy:
     def share_out(self, step: Step, prefilling: list[Request]) -> None:
         """Shares the prompt tokens of a step (`step.given`) out to running requests with prompt left to compute and to
         waiting requests, which it starts."""
-        self._waiting.settle()
+        if not self._table.has_waiting:
+            self._waiting.settle()
         self._images.begin(prefilling)
         self._share_out(step, prefilling)
         if not step.given and not step.requests and self._images.pass_turn(step):
@@ -193,9 +194,10 @@ class Policy:
     def _serve_tier(self, step: Step, priority: int, prefilling: list[Request], most: int) -> None:
         """Gives tokens to prompts of one tier, until all prompts of the step have `most`.
 
-        The first half goes to the least work left, the rest to the oldest. Each half alone is a known rule at half the
-        speed: shortest remaining work first, and first come first served. So a prompt waits for at most twice the work
-        of the shorter ones, or twice the work of the older ones, whichever is less.
+        The first half goes to the least work left, the rest to the oldest, both of the client whose turn it is. Each
+        half alone is a known rule at half the speed: shortest remaining work first, and first come first served. So a
+        prompt waits for at most twice the work of the shorter ones, or twice the work of the older ones, whichever is
+        less.
 
         Example: 400 tokens; a prompt with 24,000 left runs, prompts of 200 and 300 wait. The one of 200 has the least
         work and gets its 200, the oldest gets the other 200.
@@ -216,13 +218,13 @@ class Policy:
 
     def _next(self, step: Step, priority: int, able: list[Request], *, by_work: bool) -> Request | None:
         """The next prompt of a tier to get tokens, of the running ones that are `able` and the waiting ones that may
-        start: the oldest, or the one with the least work left, the oldest among equals."""
-        is_open = self._why_closed(step) is None
-        waiting = self._waiting.first(priority, step.now) if is_open else None
-        oldest = min(_some(*able, waiting), key=self._turn, default=None)
-        if oldest is None or not by_work:
-            return oldest
-        return min(_some(oldest, *able, self._shortest(step, priority) if is_open else None), key=self._work)
+        start: the first in turn, or of the same client the one with the least work left, the oldest among equals."""
+        waiting = None if self._why_closed(step) else self._waiting.first(priority, step.now)
+        first = min(_some(*able, waiting), key=self._turn, default=None)
+        if first is None or not by_work:
+            return first
+        shortest = None if waiting is None else self._shortest(step, waiting)
+        return min([other for other in _some(first, *able, shortest) if other.client == first.client], key=self._work)
 
     # --- rule 7: which requests start -----------------------------------------------------------------------
 
@@ -233,21 +235,23 @@ class Policy:
         if not heads:
             return None
         promoted, why = self._aged.promoted(step.now), None
-        for request in dict.fromkeys(_some(heads[0], self._shortest(step, heads[0].priority))):
+        for request in dict.fromkeys(_some(heads[0], self._shortest(step, heads[0]))):
             if (why := self._what_lacks(request, self._blocks.find_prefix(request), promoted)) is None:
                 return request
         step.closed_because, step.closed_by = why, heads[0]
         return None if promoted is None else heads[0]
 
-    def _shortest(self, step: Step, priority: int) -> Request | None:
-        """The waiting request of a tier with the least work, if it is the oldest or may overtake the oldest.
+    def _shortest(self, step: Step, oldest: Request) -> Request | None:
+        """The waiting request with the least work of the client of `oldest`, the first of its tier, if it is `oldest`
+        or may overtake it.
 
         Requests with less work may start before the oldest, while their work in all is no more than the oldest's own
         and may take the last free seat ahead of it only once. So it waits for room at most about twice as long as in
         order of arrival. Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first.
+        Other clients' requests may not: with short prompts and long outputs, they would have every other seat.
         """
-        oldest, shortest = self._waiting.first(priority, step.now), self._waiting.shortest(priority, step.now)
-        if oldest is None or shortest is None or shortest is oldest:
+        shortest = self._waiting.shortest(oldest, step.now)
+        if shortest is None or shortest is oldest:
             return oldest
         if step.no_overtaking is not None or (oldest.has_lost_seat and self._is_last_seat(step.now)):
             return None
@@ -328,7 +332,7 @@ class Policy:
         heads, running = self._waiting.heads(step.now), self._table.running
         if not heads or not running or running[-1].priority <= heads[0].priority or self.is_held:
             return
-        able = _some(heads[0], self._shortest(step, heads[0].priority))
+        able = _some(heads[0], self._shortest(step, heads[0]))
         request = next((request for request in able if self._would_compute(step, request)), None)
         if request is None or self._is_deferred(request, step.now):
             return
@@ -381,9 +385,12 @@ class Policy:
         wanted = {other: min(self._work(other), num_steps * self._wanted(other)) for other in before}
         left = num_steps * most - sum(wanted[o] for o in before if o.priority < request.priority)
         mates = [other for other in before if other.priority == request.priority]
-        before_it = mates if any(self._turn(other) <= self._turn(request) for other in mates) else []
+        before_it = [other for other in mates if self._turn(other) <= self._turn(request)]
+        if sum(map(wanted.__getitem__, mates if before_it else [])) < left:
+            return True
         shorter = [other for other in mates if self._work(other) < self._work(request)]
-        return sum(map(wanted.__getitem__, before_it)) < left or sum(map(wanted.__getitem__, shorter)) < left // 2
+        is_its_turn = all(other.client == request.client for other in before_it)
+        return is_its_turn and sum(map(wanted.__getitem__, shorter)) < left // 2
 
     def grow(self, step: Step, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks for the next `num_tokens` tokens, preempting requests of worse rank if necessary. None if the request

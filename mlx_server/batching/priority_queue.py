@@ -21,10 +21,10 @@ MAX_PREFIX_WAIT_S = 60.0
 class PriorityQueueWithAging:
     """The waiting requests of one scheduler.
 
-    Each tier has two orders, by turn and by work. The turn is the age of a client's requests, and between clients what
-    was computed for them (`FairOrder`). The work of a request is what it would compute if it started now: its
-    tokens that are not cached. The queue remembers how many blocks of a request were cached at the last look. That
-    number is still right, and checked in O(1), if the cached prefix still ends there.
+    Each tier has an order by turn, which is the age of a client's requests, and between clients what was computed for
+    them (`FairOrder`). Each of its clients has an order by work, too. The work of a request is what it would compute
+    if it started now: its tokens that are not cached. The queue remembers how many blocks of a request were cached at
+    the last look. That number is still right, and checked in O(1), if the cached prefix still ends there.
 
     **Aging.** `effective_priority(now) = priority - aging_rate * (now - arrival)`. All requests age at the same rate,
     so at any moment they are in the order of `key = priority + aging_rate * arrival`, which never changes: aging needs
@@ -45,7 +45,7 @@ class PriorityQueueWithAging:
         self._blocks = blocks
         self._deduplicates = deduplicates
         self._by_turn: defaultdict[int, FairOrder] = defaultdict(FairOrder)
-        self._by_work: defaultdict[int, OrderedRequests] = defaultdict(OrderedRequests)
+        self._by_work: defaultdict[tuple[int, str], OrderedRequests] = defaultdict(OrderedRequests)  # tier and client
         self._num_cached: dict[str, int] = {}  # cached blocks of each waiting request at the last look
         self._owners: dict[bytes, Request] = {}  # the running request that computes a block, by its hash
         self._owned: dict[str, deque[tuple[int, bytes]]] = {}  # by owner: index in its prompt and hash
@@ -73,8 +73,8 @@ class PriorityQueueWithAging:
         """Adds a request."""
         assert request.request_id not in self._num_cached, f"{request} waits already"
         self._num_cached[request.request_id] = 0
-        self._by_turn[request.priority].begin_to_wait(request)
         self._enter(request)
+        self._by_turn[request.priority].begin_to_wait(request)
 
     def remove(self, request: Request) -> None:
         """Removes a request that starts or has ended."""
@@ -117,23 +117,22 @@ class PriorityQueueWithAging:
         """The first request of each tier, the best tier first. Found once a step, and again after each change of the
         queue."""
         if self._heads is None:
-            first = [self.first(priority, now) for priority in sorted(self._by_turn)]
+            first = [self._find_first(self._by_turn[priority], now) for priority in sorted(self._by_turn)]
             self._heads = [request for request in first if request is not None]
         return self._heads
 
     def first(self, priority: int, now: float) -> Request | None:
         """The request of a tier whose turn it is, of those that are not parked."""
-        tier = self._by_turn[priority]
-        while (request := tier.first()) is not None and self._park(request, now):
-            pass
-        return request
+        return next((head for head in self.heads(now) if head.priority == priority), None)
 
-    def shortest(self, priority: int, now: float) -> Request | None:
-        """The request of a tier with the least work, the older one among equals."""
-        tier = self._by_work[priority]
-        while (request := tier.first()) is not None and (self._park(request, now) or self._update(request)):
-            pass
-        return request
+    def shortest(self, first: Request, now: float) -> Request | None:
+        """The request with the least work of the tier and client of `first`, the older one among equals; None if all
+        are parked."""
+        while (by_work := self._by_work.get((first.priority, first.client))) is not None:
+            request = by_work.first()
+            if request is None or not (self._park(request, now) or self._update(request)):
+                return request
+        return None
 
     def parked_for(self, request: Request) -> str | None:
         """The id of the request for whose prefix a parked request waits; None if it is not parked."""
@@ -147,12 +146,16 @@ class PriorityQueueWithAging:
     # --- parking: prefixes that are being computed ----------------------------------------------------------
 
     def start(self, request: Request, *, is_load: bool = False) -> None:
-        """A request runs: it owns each full block of its prompt that no other request owns, until it has computed the
-        block. With `is_load` it stands for a load of these blocks from disk, for which requests are parked even if the
-        queue does not deduplicate."""
+        """A request runs. It is as urgent as the oldest one of other clients of its tier, if it goes before older ones.
+        It owns each full block of its prompt that no other request owns, until it has computed the block. With
+        `is_load` it stands for a load of these blocks from disk, for which requests are parked even if the queue does
+        not deduplicate."""
         self._heads = None
         if not is_load:
-            self._by_turn[request.priority].start(request)
+            tier = self._by_turn[request.priority]
+            others = [self.key(other) for other in tier.heads() if other.client != request.client]
+            request.urgent_key = min([self.key(request), *others])
+            tier.start(request)
         if not (self._deduplicates or is_load):
             return
         first, hashes = request.num_computed_tokens // BLOCK_SIZE, request.block_hashes
@@ -180,8 +183,9 @@ class PriorityQueueWithAging:
             self._release(block_hash)
 
     def expire(self, now: float) -> None:
-        """A step begins: unparks requests that have waited too long for a prefix."""
+        """A step begins: unparks requests that have waited too long for a prefix, and settles."""
         self._heads = None
+        self.settle()
         while self._to_expire:
             request = next(iter(self._to_expire.values()))
             if not self._is_over(request, now):
@@ -213,7 +217,7 @@ class PriorityQueueWithAging:
             work.check_integrity()
         clients = [of_client for tier in self._by_turn.values() for of_client in tier.by_client()]
         ready = {request.request_id for of_client in clients for request in of_client}
-        by_work = [request.request_id for tier in self._by_work.values() for request in tier]
+        by_work = [request.request_id for of_client in self._by_work.values() for request in of_client]
         assert sorted(by_work) == sorted(ready), "the two orders hold different requests"
         assert ready | set(self._parked_at) == set(self._num_cached), "a waiting request is in no order and not parked"
         assert not ready & set(self._parked_at), "a parked request may start"
@@ -221,6 +225,11 @@ class PriorityQueueWithAging:
         assert parked == self._parked_at, "the two records of parked requests differ"
         assert set(self._parked) <= set(self._owners), "a request waits for a block that nobody computes"
         assert set(self._to_expire) <= set(self._parked_since) <= set(self._num_cached), "a request that left is kept"
+
+    def _find_first(self, tier: FairOrder, now: float) -> Request | None:
+        while (request := tier.first()) is not None and self._park(request, now):
+            pass
+        return request
 
     def _enter(self, request: Request) -> None:
         self._heads = None
@@ -230,14 +239,20 @@ class PriorityQueueWithAging:
     def _enter_by_work(self, request: Request) -> None:
         work = self.work(request)
         self._num_cached[request.request_id] = (request.num_tokens - work) // BLOCK_SIZE
-        self._by_work[request.priority].push(request, work)
+        self._by_work[request.priority, request.client].push(request, work)
+
+    def _leave_by_work(self, request: Request) -> None:
+        by_work = self._by_work[request.priority, request.client]
+        by_work.remove(request)
+        if not by_work:
+            del self._by_work[request.priority, request.client]
 
     def _leave(self, request: Request) -> None:
         self._heads = None
         block_hash = self._parked_at.pop(request.request_id, None)
         if block_hash is None:
             self._by_turn[request.priority].remove(request)
-            self._by_work[request.priority].remove(request)
+            self._leave_by_work(request)
             return
         del self._parked[block_hash][request.request_id]
         if not self._parked[block_hash]:
@@ -247,7 +262,7 @@ class PriorityQueueWithAging:
         """Moves a request whose work has changed since the last look to its new place; whether it has changed."""
         if self.work(request) == request.num_tokens - self._num_cached[request.request_id] * BLOCK_SIZE:
             return False
-        self._by_work[request.priority].remove(request)
+        self._leave_by_work(request)
         self._enter_by_work(request)
         return True
 

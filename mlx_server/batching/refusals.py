@@ -64,8 +64,9 @@ def _of_fuller_clients(request: Request, mates: Iterable[Request], size: Callabl
         last = by_client[client].pop()
         sizes[client] -= size(last)
         if sizes[client] < own:
-            return
-        yield last
+            del sizes[client]
+        else:
+            yield last
 
 
 def _one(request: Request) -> int:
@@ -91,12 +92,14 @@ def _full(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | No
     return QuotaExceededError(message) if tier else QueueFullError(message, reason)
 
 
-def displacement(num_waiting: int, displaced: Request, request: Request) -> ServeError:
-    """For a request that must leave a full queue for another one."""
+def displacement(load: QueueLoad, displaced: Request, request: Request, tier: str | None = None) -> ServeError:
+    """For a request that must leave the full queue of a tier, or of the server, for another one."""
     is_better = request.priority < displaced.priority
     who = "a request of a better tier" if is_better else "one of a key that has fewer waiting"
+    which = f"queue of tier {tier}" if tier else "queue"
     return QueueFullError(
-        f"The queue is full ({num_waiting} requests wait), and {who} has taken this one's place. Try again later.",
+        f"The {which} is full ({load.num_waiting} requests wait), and {who} has taken this one's place. "
+        "Try again later.",
         "displaced",
         _DISPLACED_RETRY_S,
     )

@@ -158,14 +158,16 @@ class ContinuousBatchingScheduler:
         return displaced
 
     def _make_room(self, request: Request) -> list[RequestOutput]:
-        table, load, waiting = self._table, self._table.queued(), self._table.unscheduled.values()
-        displaced: list[Request] = []
-        if (limits := self.limits.tiers.get(request.tier)) is not None:
-            displaced = displaced_by(request, waiting, table.queued(request.tier), limits, request.tier)
-        left = QueueLoad(load.num_waiting - len(displaced), load.num_tokens - sum([o.num_tokens for o in displaced]))
-        rest = [other for other in waiting if other not in displaced] if displaced else waiting
-        displaced += displaced_by(request, rest, left, self.limits.queue)
-        return [table.fail(other, displacement(load.num_waiting, other, request)) for other in displaced]
+        table, tier, waiting = self._table, request.tier, self._table.unscheduled.values()
+        load, of_tier = table.queued(), table.queued(tier)
+        limits = self.limits.tiers.get(tier)
+        mates = [] if limits is None else displaced_by(request, waiting, of_tier, limits, tier)
+        left = QueueLoad(load.num_waiting - len(mates), load.num_tokens - sum([other.num_tokens for other in mates]))
+        rest = [other for other in waiting if other not in mates] if mates else waiting
+        others = displaced_by(request, rest, left, self.limits.queue)
+        errors = [(other, displacement(of_tier, other, request, tier)) for other in mates]
+        errors += [(other, displacement(load, other, request)) for other in others]
+        return [table.fail(other, error) for other, error in errors]
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
         """Ends a request from outside (client gone, stop string); its last `num_void` tokens are not counted. Its

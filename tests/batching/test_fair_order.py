@@ -105,26 +105,33 @@ def test_without_another_client_nothing_is_counted() -> None:
 
 
 def test_the_example_of_the_docstring() -> None:
-    order = FairOrder()
+    order, stream = FairOrder(), make_request("stream", 8, 100, client="A")
     requests = [make_request(f"a{index}", 200, 100, arrival_s=index, client="A") for index in range(9)]
     requests += [make_request(f"b{index}", 300, 100, arrival_s=50 + index, client="B") for index in range(2)]
+    order.push(stream, 0.0)
+    order.remove(stream)
+    order.start(stream)
+    stream.num_computed_tokens = 50_000
     for request in requests:
-        order.begin_to_wait(request)
         order.push(request, request.arrival_s)
+        order.begin_to_wait(request)
+    stream.num_computed_tokens += 10
+    order.settle()
     found = []
-    while (request := order.first()) is not None:
+    for _ in range(5):
+        request = order.first()
+        assert request is not None
+        found.append((request.request_id, order.turn(requests[0])[0], order.turn(requests[-1])[0]))
         order.remove(request)
         order.end_to_wait(request)
         order.start(request)
         order.count(request, request.num_tokens)
-        found.append((request.request_id, order.turn(requests[0])[0], order.turn(requests[-1])[0]))
-    assert found[:6] == [
-        ("a0", 200, 0),
-        ("b0", 200, 300),
-        ("a1", 400, 300),
-        ("b1", 400, 600),
-        ("a2", 600, 600),
-        ("a3", 800, 600),
+    assert found == [
+        ("b0", 50_010, 50_000),
+        ("a0", 50_010, 50_300),
+        ("a1", 50_210, 50_300),
+        ("b1", 50_410, 50_300),
+        ("a2", 50_410, 50_600),
     ]
 
 
@@ -151,6 +158,59 @@ def test_clients_that_wait_get_the_same_tokens(
     for _ in range(150):
         device.step()
         assert abs(device.served["A"] - device.served["B"]) <= max_num_seqs * largest + 512
+
+
+def test_short_prompts_with_long_outputs_gain_nothing() -> None:
+    """They may overtake longer ones of their own client, but would take every other seat of another one's."""
+    device = Device(max_num_seqs=8)
+    device.flood("A", 40, 10, 100)
+    device.flood("B", 40, 200, 20)
+    for _ in range(600):
+        device.step()
+    assert abs(device.served["A"] - device.served["B"]) <= 8 * (10 + 2 * 100)
+
+
+def test_many_small_prompts_gain_nothing() -> None:
+    """Half of the tokens go to the least work, but not to the client with the least work."""
+    device = Device(max_num_seqs=64)
+    device.flood("A", 100, 20, 1)
+    for client in "BCD":
+        device.flood(client, 20, 400, 1)
+    for _ in range(100):
+        device.step()
+    assert max(device.served.values()) - min(device.served.values()) <= 2 * 401
+
+
+def test_who_leaves_with_more_than_others_comes_back_with_it() -> None:
+    """A sends eight, waits for all of them, and sends eight again. Of the seats it gets no more than B, which always
+    waits, whatever its requests still hold when they end."""
+    device = Device(max_num_seqs=8)
+    device.flood("B", 40, 200, 20)
+    for _ in range(1200):
+        if not any(request.client == "A" for request in device.scheduler.in_order()):
+            for _ in range(8):
+                device.add("A", 10, 300)
+        device.step()
+    assert device.served["A"] <= device.served["B"]
+
+
+def test_who_waits_for_a_prefix_saves_nothing_up() -> None:
+    """B's first request is parked while A computes its prefix. The twenty that B sends then take turns with A's."""
+    device = Device(max_num_seqs=2, max_num_batched_tokens=64)
+    device.add("A", 3000, 1)
+    device.step()
+    parked = make_request("parked", device.requests["A0"].prompt_token_ids, 1, arrival_s=device.now, client="B")
+    device.requests["parked"] = parked
+    device.scheduler.add_request(parked)
+    device.flood("A", 30, 40, 1)
+    while device.requests["A0"].num_computed_tokens < 2800:
+        device.step()
+    for _ in range(20):
+        device.add("B", 40, 1)
+    num_started = len(device.started)
+    while len(device.started) < num_started + 20:
+        device.step()
+    assert Counter(name[0] for name in device.started[num_started:])["A"] >= 8
 
 
 def test_a_long_prompt_gets_half_of_the_tokens_beside_a_flood_of_short_ones() -> None:
@@ -211,11 +271,13 @@ def test_a_preempted_request_is_not_counted_twice() -> None:
     device.flood("B", 12, 150, 600)
     for _ in range(1500):
         device.step()
-    assert device.scheduler.counters.num_preemptions > 0
-    tokens = Counter[str]()
-    for name, request in device.requests.items():
-        tokens[request.client] += (name in device.first_token_s) * (150 + 2 * request.num_output_tokens)
-    assert tokens["A"] == pytest.approx(tokens["B"], abs=8 * 150 + 600)
+    assert device.scheduler.counters.num_tokens_recomputed > 0
+    order, tokens = device.scheduler._table.waiting._by_turn[Priority.NORMAL], Counter[str]()
+    order.settle()
+    for request in device.requests.values():
+        tokens[request.client] += request.num_ever_computed + request.num_output_tokens
+    assert tokens == order._levels
+    assert tokens["A"] == pytest.approx(tokens["B"], abs=4 * (150 + 2 * 600)), "about four run at a time"
 
 
 @pytest.mark.parametrize(("client", "num_cached"), [("B", 320), ("A", 0)])
@@ -266,6 +328,13 @@ def test_a_full_queue_has_room_for_a_client_with_fewer_requests() -> None:
     assert len(waiting(scheduler)) == 9
 
 
+def test_a_client_with_more_gives_way_though_the_fullest_one_cannot() -> None:
+    scheduler = make_scheduler(queue=QueueLimits(max_queued_tokens=190))
+    for name, num_tokens in (("a0", 5), ("a1", 95), ("c0", 30), ("c1", 30), ("c2", 30)):
+        scheduler.add_request(make_request(name, num_tokens, client=name[0], arrival_s=len(name)))
+    assert ids(scheduler.add_request(make_request("b", 20, client="b", arrival_s=9))) == ["c2"]
+
+
 def test_a_queue_full_of_tokens_has_room_for_a_client_with_fewer() -> None:
     scheduler = make_scheduler(queue=QueueLimits(max_queued_tokens=100))
     scheduler.add_request(make_request("a0", 70, client="A"))
@@ -292,7 +361,10 @@ def test_a_tiers_own_limit_is_shared_too() -> None:
         scheduler.add_request(make_request(f"a{index}", client="A", tier="free", arrival_s=index))
         if index < 2:
             scheduler.add_request(make_request(f"p{index}", client="P", tier="paid", arrival_s=index))
-    assert ids(scheduler.add_request(make_request("b0", client="B", tier="free", arrival_s=5))) == ["a2"]
+    displaced = scheduler.add_request(make_request("b0", client="B", tier="free", arrival_s=5))
+    assert ids(displaced) == ["a2"]
+    assert displaced[0].error is not None
+    assert displaced[0].error.message.startswith("The queue of tier free is full (3 requests wait), and one of a key")
     with pytest.raises(QuotaExceededError, match="3 requests of tier free wait already"):
         scheduler.add_request(make_request("b1", client="B", tier="free", arrival_s=6))
     assert {request.request_id for request in waiting(scheduler)} == {"a0", "a1", "b0", "p0", "p1"}

@@ -128,6 +128,38 @@ def test_the_tier_between_pays_what_the_oldest_is_due() -> None:
     assert num_better / 7 - sum(sizes) <= 2 * 128
 
 
+def test_who_is_promoted_past_one_tier_gets_nothing_of_a_better_ones_steps() -> None:
+    """`aged` has waited 15 s longer than the others: it is more urgent than NORMAL, but not than HIGH."""
+    world = decoding_world(Priority.LOW)
+    world.now = 100.0
+    world.add(make_request("high", 3000, priority=Priority.HIGH, arrival_s=100.0))
+    world.step()
+    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=85.0))
+    world.add(make_request("normal", 300, arrival_s=100.0))
+    step = chunks(world.step())
+    assert step["high"][1] == MAX_TOKENS
+    assert "aged" not in step
+    while "normal" not in step:
+        step = chunks(world.step())
+    assert "aged" in step, "it has its part beside NORMAL"
+
+
+def test_the_part_of_a_tier_goes_to_the_client_whose_turn_it_is() -> None:
+    """A's request is the oldest, and its streams have had more than B. B's request is young: its part is that of the
+    tier's oldest, also once it runs."""
+    world = decoding_world(Priority.LOW, max_num_seqs=8)
+    world.now = 100.0
+    world.schedule()
+    world.add(make_request("a", 300, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("b", 300, priority=Priority.LOW, arrival_s=99.0, client="B"))
+    world.add(make_request("high", 3000, priority=Priority.HIGH, arrival_s=100.0))
+    world.deliver()
+    steps = [chunks(world.step()) for _ in range(7)]
+    assert [step.get("b", (0, 0))[1] for step in steps] == [1, 0, 0, 0, 0, 60, 54]
+    assert not any("a" in step for step in steps)
+    world.finish()
+
+
 # --- seats ------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +297,42 @@ def test_blocks_that_a_submitted_step_writes_are_taken_one_step_before() -> None
     assert set(preempted_at) == {started_at - 1}
     world.finish()
     world.check_tokens()
+
+
+def test_the_step_that_takes_blocks_starts_who_they_are_for() -> None:
+    """When `a` and `b` come, both clients have the same, and `a` is older. In the next step A's stream has had more, so
+    the blocks are taken for `b`, which needs those of both."""
+    world = make_world(20, max_num_seqs=8)
+    world.add(make_request("stream", 8, 50, priority=Priority.HIGH, client="A"))
+    world.add(*(make_request(f"low{index}", 230, 20, priority=Priority.LOW) for index in range(2)))
+    while not world.tokens["low0"] or not world.tokens["low1"]:
+        world.step()
+    world.schedule()
+    world.add(make_request("a", 230, 20, priority=Priority.HIGH, client="A", arrival_s=world.now))
+    world.add(make_request("b", 380, 4, priority=Priority.HIGH, client="B", arrival_s=world.now + 0.01))
+    world.deliver()
+    step = chunks(world.schedule())
+    assert world.scheduler.counters.num_preemptions == 2
+    assert "b" in step
+    world.finish()
+    world.check_tokens()
+
+
+def test_nobody_loses_its_seat_for_a_client_whose_turn_it_is_not() -> None:
+    """Tokens of B's `short` prompt would come after A's `long` one, since B has had more."""
+    world = decoding_world(Priority.LOW, max_num_seqs=5)
+    world.add(make_request("long", 4000, 5, priority=Priority.HIGH, client="A", arrival_s=world.now))
+    world.step()
+    world.add(make_request("short", 100, 5, priority=Priority.HIGH, client="B", arrival_s=world.now))
+    world.scheduler._table.waiting._by_turn[Priority.HIGH]._levels["B"] += 2000
+    for _ in range(4):
+        assert "short" not in chunks(world.step())
+        assert world.scheduler.counters.num_preemptions == 0
+    while "short" not in chunks(world.step()):
+        pass
+    assert world.requests["long"].num_computed_tokens < 4000
+    assert world.scheduler.counters.num_preemptions == 1
+    world.finish()
 
 
 def test_who_waits_for_a_prefix_keeps_nobody_behind_it_from_a_seat() -> None:

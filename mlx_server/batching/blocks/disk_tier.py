@@ -254,7 +254,7 @@ class DiskTier:
     def _seek_next(self, now: float) -> None:
         """Looks up the next requests of each tier even if they cannot start yet."""
         for head in self._waiting.heads(now):
-            for request in dict.fromkeys((head, self._waiting.shortest(head.priority, now))):
+            for request in dict.fromkeys((head, self._waiting.shortest(head, now))):
                 if request is not None and self._num_before(request) < _MAX_LOADS:
                     self._seek(request, now)
         self._begin_next(now)
