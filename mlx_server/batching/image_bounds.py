@@ -3,7 +3,7 @@ for that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mlx_server.batching.request_table import Step
 from mlx_server.request import Request, RequestStatus
@@ -48,14 +48,16 @@ class ImageTurns:
         step 3  it is C's turn
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Callable[[Request], tuple[int, int, float]]) -> None:
+        """`turn` is the order of requests, by tier, client and age."""
+        self._turn = turn
         self._next: Request | None = None
         self._held_up: list[Request] = []
 
     def begin(self, prefilling: Iterable[Request]) -> None:
         """A step begins; `prefilling` are the running requests with prompt left to compute."""
         first = [request for request in prefilling if _is_within_image(request)] or self._held_up
-        self._next = min(first, key=lambda other: (other.priority, other.arrival_s)) if first else None
+        self._next = min(first, key=self._turn, default=None)
         self._held_up = []
 
     def pass_turn(self, step: Step) -> bool:

@@ -64,7 +64,7 @@ class Policy:
         self._budget = budget
         self._is_device_shared = is_device_shared
         self._work, self._turn = table.waiting.work, table.waiting.turn
-        self._recent, self._images = RecentPrompts(), ImageTurns()
+        self._recent, self._images = RecentPrompts(), ImageTurns(table.waiting.turn)
         self._aged = AgedShare(table, limits)
         self._sat_out_for = math.inf  # the tier for whose prompts worse tiers sat out the last step
 

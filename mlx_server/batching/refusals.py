@@ -30,8 +30,13 @@ def displaced_by(
     num_excess = load.num_waiting + 1 - limits.max_num_waiting
     num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
     size = _one if num_excess > 0 else _num_tokens
-    mates = (other for other in waiting if other.priority == request.priority and tier in (None, other.tier))
-    others = chain(() if tier else _of_worse_tiers(request, waiting), _of_fuller_clients(request, mates, size))
+    if tier is None:
+        worse = _of_worse_tiers(request, waiting)
+        mates = (other for other in waiting if other.priority == request.priority)
+    else:
+        worse = iter(())
+        mates = (other for other in waiting if other.tier == tier and other.priority >= request.priority)
+    others = chain(worse, _of_fuller_clients(request, mates, size))
     displaced: list[Request] = []
     while num_excess > 0 or num_excess_tokens > 0:
         if (other := next(others, None)) is None:
@@ -94,7 +99,7 @@ def _full(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | No
 
 def displacement(load: QueueLoad, displaced: Request, request: Request, tier: str | None = None) -> ServeError:
     """For a request that must leave the full queue of a tier, or of the server, for another one."""
-    is_better = request.priority < displaced.priority
+    is_better = tier is None and request.priority < displaced.priority
     who = "a request of a better tier" if is_better else "one of a key that has fewer waiting"
     which = f"queue of tier {tier}" if tier else "queue"
     return QueueFullError(

@@ -354,6 +354,19 @@ def test_worse_tiers_go_before_fuller_clients() -> None:
     assert ids(scheduler.add_request(make_request("b1", client="B", arrival_s=6))) == ["a2"]
 
 
+def test_who_asks_to_run_later_does_not_fill_its_tiers_queue() -> None:
+    scheduler = make_scheduler(tiers={"free": QueueLimits(max_num_waiting=3)})
+    for index in range(3):
+        request = make_request(f"a{index}", client="A", tier="free", priority=Priority.LOW, arrival_s=index)
+        scheduler.add_request(request)
+    displaced = scheduler.add_request(make_request("b0", client="B", tier="free", arrival_s=5))
+    assert ids(displaced) == ["a2"]
+    assert displaced[0].error is not None
+    assert "one of a key that has fewer waiting" in displaced[0].error.message
+    with pytest.raises(QuotaExceededError):
+        scheduler.add_request(make_request("a3", client="A", tier="free", arrival_s=6))
+
+
 def test_a_tiers_own_limit_is_shared_too() -> None:
     limits = QueueLimits(max_num_waiting=3)
     scheduler = make_scheduler(queue=QueueLimits(max_num_waiting=5), tiers={"free": limits, "paid": limits})

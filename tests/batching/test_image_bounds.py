@@ -34,6 +34,20 @@ def test_a_long_prompt_with_an_image_is_not_held_up_by_short_ones() -> None:
     assert _first_token_step(world, "long", 60) < 40
 
 
+def test_clients_share_the_images_of_steps() -> None:
+    """A keeps ten requests open, each with twenty images. B has one, for one of the next steps."""
+    world = make_world(4000, max_num_batched_tokens=512, max_num_seqs=8)
+    for index in range(10):
+        images = tuple(_image(10 + 80 * place, 100 * index + place) for place in range(20))
+        world.add(make_request(f"a{index}", 1700, 2, images=images, client="A", arrival_s=float(index)))
+    for _ in range(5):
+        world.step()
+    world.add(make_request("b", 100, 2, images=(_image(10, 5000),), client="B", arrival_s=20.0))
+    for _ in range(5):
+        world.step()
+    assert world.requests["b"].output_token_ids
+
+
 def test_a_step_computes_placeholders_of_one_image() -> None:
     world = make_world(4000, max_num_batched_tokens=512, max_num_seqs=16)
     images = {}
