@@ -23,7 +23,7 @@ from mlx_server.api.auth.quotas import Demand, Grant, Quotas, bounded
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.errors import OverloadedError, ServeError
+from mlx_server.errors import OverloadedError, QueueFullError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
 from mlx_server.pool.access import check_model_access
@@ -60,7 +60,8 @@ class PoolingRun:
         self.model_name = engine.names.with_adapter(job.adapter)
         self.ids = frozenset((job.request_id, job.response_id))
         self._engine = engine
-        self._requests = list(enumerate(requests))[::-1]
+        self._requests = list(requests)
+        self._left = list(range(len(self._requests)))[::-1]  # inputs that have not entered yet, the next one last
         self._width = width
         self._grant = grant
         self._on_close = on_close
@@ -72,7 +73,7 @@ class PoolingRun:
 
     async def results(self) -> list[Vector]:
         """The results of all inputs, in their order. Raises the `ServeError` that refuses or ends an input, or all."""
-        while self._requests or self._open:
+        while self._left or self._open:
             self._output_ready.clear()
             self._submit()
             if not self._take():
@@ -88,7 +89,7 @@ class PoolingRun:
     def abort(self, new_error: Callable[[], ServeError] | None = None) -> None:
         """Ends all inputs with an error, which the client gets."""
         self._ended_by = new_error or _aborted
-        self._requests.clear()
+        self._left.clear()
         for index in list(self._open):
             self._open[index].abort()
             self._leave(index)
@@ -103,20 +104,21 @@ class PoolingRun:
     def _submit(self) -> None:
         """Submits inputs while there are seats for them. If the queue is full, the rest wait until an input of this
         job ends; without one in the engine, the job is refused."""
-        while self._requests and len(self._open) < self._width():
-            index, request = self._requests[-1]
+        while self._left and len(self._open) < self._width():
+            index = self._left[-1]
             try:
-                stream = self._engine.submit(request)
+                stream = self._engine.submit(self._requests[index])
             except OverloadedError:
                 if not self._open:
                     raise
                 return
-            self._requests.pop()
+            self._left.pop()
             stream.on_output = self._output_ready.set
             self._open[index] = stream
 
     def _take(self) -> int:
-        """Takes the results that are there; returns how many inputs have ended."""
+        """Takes the results that are there; returns how many inputs have left the engine. One that has lost its place
+        in a full queue enters again later, if others of this job are in the engine."""
         num_open = len(self._open)
         for index, stream in list(self._open.items()):
             for delta in stream.take():
@@ -124,7 +126,13 @@ class PoolingRun:
                     self._results[index] = delta.pooled
             if stream.is_complete:
                 self._leave(index)
-                stream.is_over()  # raises what has ended it
+                try:
+                    stream.is_over()  # raises what has ended it
+                except QueueFullError:
+                    if not self._open:
+                        raise
+                    self._left.append(index)
+                    continue
                 if index not in self._results:
                     raise _aborted()
         return num_open - len(self._open)

@@ -23,6 +23,7 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.ollama.request import NOT_ENFORCED_HEADER
 from mlx_server.config import CacheConfig, Config, SchedulerConfig, ServerConfig
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.errors import QueueFullError
 from mlx_server.model_entries import ModelEntry
 from mlx_server.outputs import EngineStats
 from mlx_server.pool.model_pool import ModelPool, build_pool
@@ -313,6 +314,31 @@ async def test_many_inputs_hold_half_of_the_seats_and_come_in_order(
         assert cosine(np.array(answer["data"][index]["embedding"]), world.tiny.expected(inputs[index])) >= 0.9999
     assert answer["usage"]["total_tokens"] == sum(map(len, inputs))
     assert world.stats().num_cached_blocks == 0
+
+
+async def test_an_input_that_loses_its_place_in_a_full_queue_enters_again(
+    world: PoolingWorld, monkeypatch: pytest.MonkeyPatch
+):
+    submit, num_submitted = world.engine().submit, 0
+
+    def displaced(*args: Any) -> Any:
+        nonlocal num_submitted
+        num_submitted += 1
+        stream = submit(*args)
+        if num_submitted in (3, 20, 21):
+            stream.abort()
+            stream.fail(QueueFullError("The queue is full.", "displaced"))
+        return stream
+
+    monkeypatch.setattr(world.engine(), "submit", displaced)
+    inputs = [[1 + index] * 30 for index in range(30)]
+    answer = await world.ok(input=inputs)
+    assert num_submitted == 33
+    for item, token_ids in zip(answer["data"], inputs, strict=True):
+        assert cosine(np.array(item["embedding"]), world.tiny.expected(token_ids)) >= 0.9999
+    num_submitted = 2
+    _, message = await world.error(input=[[5] * 30], status=503)
+    assert message == "The queue is full."
 
 
 async def test_a_client_that_leaves_ends_its_inputs(world: PoolingWorld):
