@@ -128,6 +128,12 @@ class OutputParser:
         """Whether a tool call has begun, which decides the finish reason."""
         return self._extractor is not None and self._extractor.has_calls
 
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether the output has ended inside the arguments of a call that is shown. Ask after `finish`."""
+        cut = None if self._extractor is None else self._extractor.cut_call
+        return cut is not None and (self._is_parallel or cut == 0)
+
     def append(self, text: str) -> Parts:
         """Returns what is certain after `text`."""
         reasoning = ""
@@ -194,11 +200,13 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How a choice ended. `reason` is the engine's finish reason, or `tool_calls`."""
+    """How a choice ended. `reason` is the engine's finish reason, or `tool_calls`; it is `stop` if a stop string or
+    stop token `cuts_call`: ends the output inside the arguments of a call."""
 
     reason: str
     stop_reason: int | str | None
     timings: RequestTimings | None
+    cuts_call: bool = False
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long: each token makes one
@@ -377,9 +385,11 @@ class _Choice:
         finish = None
         if delta.finish_reason is not None:
             parts = _joined(parts, self._parser.finish())
+            cuts_call = delta.stop_reason is not None and self._parser.has_cut_call
             finish = Finish(
-                reason=self._finish_reason(delta.finish_reason),
+                reason=self._finish_reason(delta.finish_reason, cuts_call),
                 stop_reason=delta.stop_reason,
+                cuts_call=cuts_call,
                 timings=delta.timings,
             )
         return OutputEvent(self._index, *parts, finish, self._num_reasoning_tokens, delta)
@@ -403,10 +413,10 @@ class _Choice:
             self._num_reasoning_tokens += num_tokens
         self._was_reasoning = is_reasoning
 
-    def _finish_reason(self, reason: FinishReason) -> str:
+    def _finish_reason(self, reason: FinishReason, cuts_call: bool) -> str:
         if reason is FinishReason.ABORT and self._parser.is_over:
             return FinishReason.LENGTH.value
-        if reason is FinishReason.STOP and self._parser.has_tool_calls:
+        if reason is FinishReason.STOP and self._parser.has_tool_calls and not cuts_call:
             return "tool_calls"
         return reason.value
 

@@ -74,6 +74,8 @@ class ToolCallExtractor:
         self._num_calls = 0
         self._ids: set[str] = set()
         self._num_streamed = 0
+        self.cut_call: int | None = None
+        """At the end: the index of the call whose arguments the output has not finished, if there is one."""
         self._blank: str | None = ""  # white space that is content only if text follows; None inside content
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -98,6 +100,8 @@ class ToolCallExtractor:
         if self._read == self._read_body:
             is_forgiven = not self._parser.end or self._format.fails_when_cut
             self._close_region(self._body, "", may_call=is_forgiven)
+        elif self._read == self._read_arguments:
+            self.cut_call = self._num_calls - 1
         self._show(self._outside.flush())
         if not self.has_calls:
             self._content.append(self._blank or "")
@@ -190,6 +194,8 @@ class ToolCallExtractor:
         if calls or is_complete:
             fragment = parameters.finish(json.loads(calls[0].arguments) if calls else {})
             self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+        else:
+            self.cut_call = self._num_calls - 1
         for call in calls[1:]:
             self._begin(call)
 

@@ -205,6 +205,11 @@ async def test_arguments_that_break_off_are_an_empty_object(world: World, client
     message = await client.messages.create(model="fake", max_tokens=45, messages=user("Hi"), tools=[WEATHER])
     (call,) = message.content
     assert (call.type, call.input, message.stop_reason) == ("tool_use", {}, "max_tokens")
+    message = await client.messages.create(
+        model="fake", max_tokens=100, messages=user("Hi"), tools=[WEATHER], stop_sequences=["ome"]
+    )
+    (call,) = message.content
+    assert (call.input, message.stop_reason, message.stop_sequence) == ({}, "stop_sequence", "ome")
 
 
 @pytest.mark.parametrize(

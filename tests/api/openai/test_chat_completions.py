@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.request import Priority
-from tests.api.fakes import say
+from tests.api.fakes import TOOL_MARKERS, say
 from tests.api.sse import bodies
 from tests.api.worlds import World, user
+from tests.text_worlds import make_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -293,6 +295,42 @@ async def test_a_call_that_was_cut_off_does_not_end_the_conversation(world: Worl
     assert answer.status_code == 200
     prompt = world.engine.tokenizer.decode(world.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
     assert json.dumps({"invalid_json": '{"city": "Ro'}) in prompt
+
+
+TAGGED = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "written", "stop", "arguments", "reason"),
+    [
+        ({}, CALL, "ome", ['{"city": "R'], "stop"),
+        ({}, CALL, "</tool_call>", ['{"city": "Rome"}'], "tool_calls"),
+        ({}, CALL + CALL.replace("Rome", "Oslo"), "slo", ['{"city": "Rome"}', '{"city": "O'], "stop"),
+        (
+            {"parallel_tool_calls": False},
+            CALL + CALL.replace("Rome", "Oslo"),
+            "slo",
+            ['{"city": "Rome"}'],
+            "tool_calls",
+        ),
+        ({}, f"<tool_call>{TAGGED}</tool_call>", "ome", ['{"city": "R'], "stop"),
+        ({}, f"<tool_call>{TAGGED}</tool_call>", "</tool_call>", ['{"city": "Rome"}'], "tool_calls"),
+    ],
+)
+async def test_a_stop_string_inside_a_call_is_the_reason(
+    world: World, wanted: dict[str, Any], written: str, stop: str, arguments: list[str], reason: str
+):
+    if "<function" in written:
+        tokenizer = make_tokenizer(added=TOOL_MARKERS)
+        tokenizer.hf.init_kwargs["tool_parser_type"] = "qwen3_coder"
+        world.engine.tokenizer, world.engine.chat = tokenizer, ChatFormatter(tokenizer)
+    world.engine.script = say(written)
+    body = {"tools": [WEATHER], "stop": stop, **wanted}
+    (choice,) = (await world.chat(**body)).json()["choices"]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == arguments
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+    last = bodies((await world.chat(**body, stream=True)).text)[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == (reason, stop)
 
 
 async def test_parallel_calls_can_be_turned_off(world: World):

@@ -98,10 +98,11 @@ class ResponseWriter(Writer):
                 self._store.settle_later()
 
     def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
+        status = _status(finish)
         return {
             **self._first_body,
-            "status": _STATUSES[finish.reason],
-            "completed_at": int(time.time()) if _STATUSES[finish.reason] == "completed" else None,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if finish.reason == "length" else None,
             "output": self._items.done,
             "usage": usage_body(usage),
@@ -121,6 +122,11 @@ class ResponseWriter(Writer):
 
     def _encode(self, event: Event) -> bytes:
         return sse.named(event["type"], {**event, "sequence_number": next(self._numbers)})
+
+
+def _status(finish: Finish) -> str:
+    """At a completed call, clients run it."""
+    return "incomplete" if finish.cuts_call else _STATUSES[finish.reason]
 
 
 def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
@@ -209,7 +215,7 @@ class OutputItems:
             new_call = partial(_CallItem, piece, self._tools.get(piece.name or ""))
             yield from self._grow(piece.index, piece.arguments_fragment, new_call)
         if event.finish is not None:
-            is_whole = _STATUSES[event.finish.reason] == "completed"
+            is_whole = _status(event.finish) == "completed"
             yield from self._close("completed" if is_whole else "incomplete")
 
     def cut_off(self) -> list[dict[str, Any]]:

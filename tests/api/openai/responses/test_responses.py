@@ -162,6 +162,15 @@ async def test_a_call_that_was_cut_off_does_not_end_the_conversation(world: Worl
     assert json.dumps({"invalid_json": call["arguments"]}) in asked(world)
 
 
+async def test_a_call_that_a_stop_string_has_cut_off_is_incomplete(world: World):
+    world.engine.script = say(CALL)
+    body = await create(world, tools=[WEATHER], stop="ome")
+    assert (body["status"], body["completed_at"], body["incomplete_details"]) == ("incomplete", None, None)
+    assert [(item["arguments"], item["status"]) for item in body["output"]] == [('{"city": "R', "incomplete")]
+    body = await create(world, tools=[WEATHER], stop="</tool_call>")
+    assert (body["status"], body["output"][0]["status"]) == ("completed", "completed")
+
+
 @pytest.mark.parametrize(
     ("choice", "is_shown", "is_forced"),
     [
