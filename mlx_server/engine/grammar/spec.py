@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -186,7 +187,7 @@ def _grammar(value: Any, where: str) -> StructuredSpec:
 def _choice(value: Any, where: str) -> StructuredSpec:
     if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
         raise InvalidRequestError(f"{where} must be a list of at least one string.", where)
-    return StructuredSpec(StructuredKind.CHOICE, json.dumps(value), param=where)
+    return StructuredSpec(StructuredKind.CHOICE, _json_text(value, where), param=where)
 
 
 def _tag(value: Any, where: str) -> StructuredSpec:
@@ -270,6 +271,18 @@ def _json_value(value: Any, where: str) -> Any:
 def _json_text(value: Any, where: str) -> str:
     """Keeps the order of keys, since properties are generated in this order."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} cannot be written as JSON: {error}.", where) from error
+    check_halves(text, where)
+    return text
+
+
+def check_halves(text: str, where: str) -> None:
+    """Raises `InvalidRequestError` if the text has half of a surrogate pair, which no output can have."""
+    if (half := re.search("[\ud800-\udfff]", text)) is not None:
+        around = text[max(0, half.start() - 20) : half.end() + 20]
+        found, shown = (part.encode("ascii", "backslashreplace").decode() for part in (half[0], around))
+        raise InvalidRequestError(
+            f"{where} has {found} (in `{shown}`), which is half of a surrogate pair; send the whole character.", where
+        )

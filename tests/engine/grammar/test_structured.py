@@ -293,6 +293,20 @@ def test_lark_and_gbnf_grammars(grammar: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        {"json": {"enum": ["\ud83d"]}},
+        {"json": '{"properties": {"\\ud83d": {}}}'},
+        {"choice": ["\ud83d"]},
+        {"structural_tag": {"format": {"type": "const_string", "value": "\ud83d"}}},
+    ],
+)
+def test_half_a_surrogate_pair_is_named(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(r"has \ud83d (in `")):
+        spec_of(**asked)
+
+
+@pytest.mark.parametrize(
     ("request_", "reason"),
     [
         ({"regex": "(a"}, "unclosed group"),
