@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlx_server.engine.grammar.schema import (
     checked_schema,
     referenced,
 )
-from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
+from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, check_halves
 from mlx_server.engine.grammar.structural_tag import (
     ANY_TEXT,
     LarkWriter,
@@ -30,7 +31,16 @@ from mlx_server.engine.grammar.structural_tag import (
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.notations import NUMBER_KEYWORDS, NotationWriter
-from mlx_server.engine.tools.texts import ANY, TextWriter, fits, without
+from mlx_server.engine.tools.texts import (
+    ANY,
+    TEXT_KEYWORDS,
+    TextWriter,
+    can_hold,
+    fits,
+    fitting,
+    text_keywords,
+    without,
+)
 from mlx_server.engine.tools.values import ALL_KINDS, TEXT, TypeResolver, ValueTypes
 from mlx_server.errors import InvalidRequestError
 
@@ -50,10 +60,9 @@ _SECTION, _END_OF_SECTION = "<![CDATA[", "]]>"
 _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
+_ANNOTATIONS = ("title", "description", "default", "examples")
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
-_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
-"""Not always enforced in texts without quotes."""
-_FREE = (*_OF_TEXTS, "minItems", "maxItems", "uniqueItems")
+_FREE = (*TEXT_KEYWORDS, "minItems", "maxItems", "uniqueItems")
 """Never enforced in a model's own notation."""
 _WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
@@ -177,11 +186,12 @@ class _CallGrammar:
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         schema = checked_schema(schema, where)
         check_patterns(schema, where)
+        check_halves(json.dumps(schema, ensure_ascii=False), where)
         try:
             check_references(schema)
         except ValueError as error:
             raise InvalidRequestError(f"{where} cannot be compiled: {error}", where) from error
-        schema = adapted_schema(schema, is_closed=self._is_closed)
+        schema = changed_schema(adapted_schema(schema, is_closed=self._is_closed), self._reduce)
         self._has_pattern = name in self._patterns
         schema = self._with_pattern(schema, name, where)
         start, end = (marker, self._parser.end) if form.around is None else ("", "")
@@ -192,6 +202,15 @@ class _CallGrammar:
         rule = self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
         self.fields[rule] = where
         return rule
+
+    def _reduce(self, schema: dict[str, Any]) -> None:
+        """Drops what a grammar does not need, and a pattern that cannot be enforced, which it notes."""
+        for key in _ANNOTATIONS:
+            schema.pop(key, None)
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str) and not can_hold(pattern):
+            del schema["pattern"]
+            self.free_keywords.add("pattern")
 
     def _with_pattern(self, schema: Any, name: str, where: str) -> Any:
         """Adds the tool's pattern to each text of the schema."""
@@ -272,14 +291,15 @@ class _CallGrammar:
         return arguments.written[given]
 
     def _new_json(self, schema: Mapping[str, Any], root: Any, kinds: list[str], after: str) -> str | None:
-        has_token = self._writer.begins_with_added_token(after)
         names: dict[str, str] = {}  # of the definitions, by references
         pending: list[str] = []
+        definitions: dict[str, Any] = {}
 
         def change(inner: dict[str, Any]) -> None:
             _limit_number(inner)
-            if not has_token:
-                _exclude_closing_tags(inner)
+            if _refer_to_text(inner) and _TEXT not in definitions:
+                ends = filter(None, (after.strip(), self._parser.end))
+                definitions[_TEXT] = {"allOf": [{"pattern": f"^({without(end)})$"} for end in ends]}
             reference = inner.get("$ref")
             if isinstance(reference, str):
                 if reference not in names:
@@ -288,33 +308,18 @@ class _CallGrammar:
                 inner["$ref"] = f"#/$defs/{names[reference]}"
 
         whole = changed_schema({**schema, "type": kinds}, change)
-        definitions: dict[str, Any] = {}
         room = self._room - len(json.dumps(whole))
         while pending and room >= 0:
             reference = pending.pop()
             definitions[names[reference]] = changed_schema(referenced(root, reference), change)
             room -= len(json.dumps(definitions[names[reference]]))
+        room -= len(json.dumps(definitions.get(_TEXT)))
         if room < 0:
             self._room -= self._room // 8  # the attempt took time, and there may be many
             return None
         self._room = room
         expression = json_expression({**whole, "$defs": definitions}, self._json_options)
         return self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
-
-    def _note_free(self, schema: Any, root: Any) -> None:
-        """Notes the keywords of a text that are not enforced, with those of the schemas that it refers to."""
-        parts, seen = [schema], set[str]()
-        while parts:
-            part = parts.pop()
-            if not isinstance(part, Mapping):
-                continue
-            self.free_keywords.update(part.keys() & _OF_TEXTS)
-            for key in ("allOf", "anyOf", "oneOf"):
-                parts += branches if isinstance(branches := part.get(key), list) else ()
-            reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in seen:
-                seen.add(reference)
-                parts.append(referenced(root, reference))
 
     def _any_of(self, texts: Sequence[str], after: str) -> str:
         return self._writer.rule(
@@ -325,6 +330,9 @@ class _CallGrammar:
         """Matches an unquoted string that fits the schema, and what follows it; None if no string fits."""
         after, texts = parameter.after, types.texts
         if texts is not None:
+            texts = self._fitting(texts, schema, arguments)
+            if not texts:
+                return None
             if texts not in arguments.written and (size := sum(map(len, texts))) <= self._room:
                 self._room -= size
                 written = [_cdata(text) if parameter.has_cdata else text for text in texts]
@@ -338,9 +346,18 @@ class _CallGrammar:
             except ValueError:  # llguidance cannot hold it
                 if self._has_pattern:
                     return self._writer.rule("STRING", content)  # refused, when all is compiled
-                self._note_free(schema, arguments.root)
+                self.free_keywords |= text_keywords(schema, arguments.root)
                 arguments.written[content] = self._of_content(terminal(ANY), parameter)
         return arguments.written[content]
+
+    def _fitting(self, texts: tuple[str, ...], schema: Any, arguments: _TaggedArguments) -> tuple[str, ...]:
+        """Those of the only texts that fit what else the schema says of texts; all if that is too much to write."""
+        keywords = text_keywords(schema, arguments.root)
+        if keywords and (content := arguments.texts.terminal(schema)) is not None:
+            with suppress(ValueError):  # llguidance cannot hold it
+                return fitting(texts, content)
+        self.free_keywords |= keywords
+        return texts
 
     def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str:
         """The terminal of what the schema allows; of any text if that is too much to write."""
@@ -349,7 +366,7 @@ class _CallGrammar:
         others = frozenset() if parameter.is_typed else types.kinds - TEXT
         content = arguments.texts.terminal(schema) if others <= _WORDS.keys() else None
         if content is None or len(content) > self._room:
-            self._note_free(schema, arguments.root)
+            self.free_keywords |= text_keywords(schema, arguments.root)
             return terminal(ANY)
         self._room -= len(content)
         return alternatives([content, *(_WORDS[kind] for kind in sorted(others))])
@@ -389,15 +406,16 @@ class _TaggedArguments:
         self.written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
 
 
-_NO_TAG = "^([^<]|<+[^</])*$"
+_TEXT = "text"
+"""The definition of texts that a parser would not read as the end of the argument."""
 
 
-def _exclude_closing_tags(schema: dict[str, Any]) -> None:
-    """Forbids texts that a parser would read as the end of the argument."""
-    if "pattern" in schema and isinstance(schema.get("allOf", []), list):
-        schema["allOf"] = [*schema.get("allOf", []), {"pattern": _NO_TAG}]
-    elif _may_be(schema, "string") and not _DECIDED & schema.keys():
-        schema["pattern"] = _NO_TAG
+def _refer_to_text(schema: dict[str, Any]) -> bool:
+    """Holds texts to that definition. Returns whether the schema needs it."""
+    is_text = "pattern" in schema or (_may_be(schema, "string") and not _DECIDED & schema.keys())
+    if is_text and isinstance(schema.get("allOf", []), list):
+        schema["allOf"] = [*schema.get("allOf", []), {"$ref": f"#/$defs/{_TEXT}"}]
+    return is_text
 
 
 def _may_be(schema: Mapping[str, Any], kind: str) -> bool:

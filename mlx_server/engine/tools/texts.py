@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,8 @@ from mlx_server.engine.grammar.structural_tag import alternatives, terminal
 from mlx_server.engine.tools.values import TypeResolver, member
 
 ANY = "(?s:.*)"
+
+TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 _DATE = "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
 _HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -115,6 +117,23 @@ def _readable(pattern: str) -> str | None:
     return regex
 
 
+def text_keywords(schema: Any, root: Any) -> set[str]:
+    """What the schema says of a text besides its choices, with the schemas that it refers to."""
+    found, seen, parts = set[str](), set[str](), [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping):
+            continue
+        found.update(part.keys() & TEXT_KEYWORDS)
+        for key in ("allOf", "anyOf", "oneOf"):
+            parts += branches if isinstance(branches := part.get(key), list) else ()
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            parts.append(referenced(root, reference))
+    return found
+
+
 _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[a-zA-Z0-9_]", r"\W": "[^a-zA-Z0-9_]"}
 """JSON Schema's classes have ASCII letters and digits only."""
@@ -158,12 +177,40 @@ def _any_bytes() -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer("byte")
 
 
-def fits(written: str) -> bool:
-    """Whether there is a text that the terminal matches. Raises `ValueError` if llguidance cannot compile it."""
+def _matcher(grammar: str) -> llguidance.LLMatcher:
     limits = llguidance.LLParserLimits(verbose_errors=False)
-    grammar = llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {written}")
     matcher = llguidance.LLMatcher(_any_bytes(), grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(matcher.get_error())
+    return matcher
+
+
+def _matcher_of(written: str) -> llguidance.LLMatcher:
+    return _matcher(llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {written}"))
+
+
+def fits(written: str) -> bool:
+    """Whether there is a text that the terminal matches. Raises `ValueError` if llguidance cannot compile it."""
+    matcher = _matcher_of(written)
     matcher.compute_bitmask()  # fails if no token is allowed
     return not matcher.is_error()
+
+
+def fitting(texts: Iterable[str], written: str) -> tuple[str, ...]:
+    """The texts that the terminal matches. Raises `ValueError` if llguidance cannot compile it."""
+    beginning = _matcher_of(written)
+
+    def is_whole(text: str) -> bool:
+        matcher = beginning.deep_copy()
+        return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+
+    return tuple(filter(is_whole, texts))
+
+
+def can_hold(pattern: str) -> bool:
+    """Whether JSON's strings can be held to the pattern of a schema."""
+    try:
+        _matcher(llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern})))
+    except ValueError:
+        return False
+    return True

@@ -65,6 +65,27 @@ def test_texts_without_quotes_fit_their_schema(
     assert force(name, [tool("f", parameters(schema))]).notes == ()
 
 
+@pytest.mark.parametrize("name", [*TAGGED, "json_tools"])
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"enum": ["ab", "b", 'a"\n<'], "pattern": "^a"}, ("ab", 'a"\n<')),
+        ({"enum": ["ab", "b"], "maxLength": 1}, ("b",)),
+        ({"anyOf": [{"enum": ["ab", "b"], "pattern": "^a"}, {"const": "c"}]}, ("ab", "c")),
+        ({"allOf": [{"enum": ["ab", "de", "d"]}, {"$ref": "#/$defs/code"}, {"pattern": "^d"}]}, ("de",)),
+        ({"type": "array", "items": {"enum": ["ab", "b"], "pattern": "^a"}, "minItems": 1, "maxItems": 1}, (["ab"],)),
+    ],
+)
+def test_of_several_choices_those_that_fit_the_rest_may_be_given(
+    name: str, schema: dict[str, Any], values: tuple[Any, ...]
+) -> None:
+    outputs = written(name, [tool("f", parameters(schema))], range(20), is_parallel=False)
+    found = [arguments["a"] for ((_, arguments),) in outputs]
+    assert [value for value in values if value not in found] == []
+    assert [value for value in found if value not in values] == []
+    assert force(name, [tool("f", parameters(schema))]).notes == ()
+
+
 @pytest.mark.parametrize("name", TAGGED)
 @pytest.mark.parametrize(
     "schema", [{"type": "string", "pattern": "<"}, {"type": "string", "minLength": 3, "maxLength": 60}]
@@ -96,10 +117,12 @@ def test_a_text_cannot_have_what_would_end_it_early(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2"])
-def test_a_pattern_in_json_between_tags_has_no_closing_tag(name: str) -> None:
-    schema = {"type": "array", "items": {"type": "string", "pattern": "^a.*b$"}}
-    assert takes(name, schema, ["a<b", "ab"])
+@pytest.mark.parametrize("rule", [{"pattern": "^a.*b$"}, {}])
+def test_json_between_tags_has_no_closing_tag_in_its_texts(name: str, rule: dict[str, Any]) -> None:
+    schema = {"type": "array", "items": {"type": "string", **rule}}
+    assert takes(name, schema, ["a<b", "ab", "a<p>a</p>b", "a</paramb"])
     assert not takes(name, schema, ["a</parameter>b"])
+    assert not takes(name, schema, [f"a{parser_of(name).end}b"])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +142,34 @@ def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], named: tuple[s
     assert force("glm47", [tool("f", parameters(schema))]).notes == named
     assert takes("glm47", schema, "abc")
     assert takes("glm47", schema, "abcd") == ("maxLength" not in schema)
+
+
+@pytest.mark.parametrize("name", ["json_tools", "glm47", "kimi_k2", "mistral"])
+@pytest.mark.parametrize("pattern", ["^(?!b)", r"(a)\1", "("])
+def test_a_pattern_that_cannot_be_held_is_named_in_every_format(name: str, pattern: str) -> None:
+    text = {"type": "string", "pattern": pattern, "maxLength": 2}
+    for schema, good, bad in ((text, "bb", "bbb"), ({"type": "array", "items": text}, ["bb"], ["bbb"])):
+        assert force(name, [tool("f", parameters(schema))]).notes == ("pattern",)
+        assert takes(name, schema, good)
+        assert not takes(name, schema, bad)
+
+
+def test_choices_beside_what_cannot_be_held_stay_and_it_is_named() -> None:
+    schema = {"enum": ["ab", "b"], "pattern": "^(?!b)"}
+    assert force("glm47", [tool("f", parameters(schema))]).notes == ("pattern",)
+    assert takes("glm47", schema, "b")
+    assert not takes("glm47", schema, "c")
+    with pytest.raises(InvalidRequestError, match="requires 'a', but no"):
+        force("glm47", [tool("f", parameters({"enum": ["ab", "b"], "minLength": 3}))])
+
+
+@pytest.mark.parametrize("name", ["json_tools", "glm47", "gemma4"])
+@pytest.mark.parametrize("schema", [{"enum": ["a", "b\ud83dc"]}, {"properties": {"b\ud83dc": {}}, "type": "object"}])
+def test_half_a_surrogate_pair_is_named_with_its_field(name: str, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(r"parameters has \ud83d (in `")) as caught:
+        force(name, [tool("f", parameters(schema))])
+    assert r'"b\ud83dc"' in caught.value.message
+    assert caught.value.param == "tools[0].function.parameters"
 
 
 @pytest.mark.parametrize(("pattern", "message"), [("(", "regex parse error"), ("^[0-9]+$", None)])
