@@ -239,6 +239,12 @@ def _guarded(render: Callable[..., str], chat: Sequence[Message], variables: Map
         raise InvalidRequestError(
             f"The chat template is not valid, line {error.lineno}: {error.message}.", "chat_template"
         ) from error
+    except jinja2.UndefinedError as error:
+        raise InvalidRequestError(
+            f"The chat template refused the messages: {error.message}. If the template needs it as a variable, send it "
+            "in chat_template_kwargs.",
+            "messages",
+        ) from error
     except Exception as error:  # templates call methods of any value, so any exception can come out
         raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
 

@@ -172,6 +172,13 @@ def test_variables_reach_the_template() -> None:
     assert chat.render([USER], options=options) == "hello|False|high|"
 
 
+def test_a_variable_that_a_template_lacks_is_named_with_the_field_for_it() -> None:
+    chat = formatter("{{ 'Today is ' + datetime }}{{ messages[0].content }}")
+    with pytest.raises(InvalidRequestError, match=r"'datetime' is undefined\. .* chat_template_kwargs\.$"):
+        chat.render([USER])
+    assert chat.render([USER], options=ChatOptions(template_kwargs={"datetime": "Monday"})) == "Today is Mondayhello"
+
+
 @pytest.mark.parametrize("name", ["tools", "messages", "tokenize", "chat_template", "self"])
 def test_variables_may_not_replace_request_fields(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
