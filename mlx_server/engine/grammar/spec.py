@@ -187,7 +187,9 @@ def _grammar(value: Any, where: str) -> StructuredSpec:
 def _choice(value: Any, where: str) -> StructuredSpec:
     if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
         raise InvalidRequestError(f"{where} must be a list of at least one string.", where)
-    return StructuredSpec(StructuredKind.CHOICE, _json_text(value, where), param=where)
+    for choice in value:
+        check_halves(choice, where)
+    return StructuredSpec(StructuredKind.CHOICE, json.dumps(value), param=where)
 
 
 def _tag(value: Any, where: str) -> StructuredSpec:
