@@ -109,7 +109,7 @@ class GrammarCompiler:
             raise _refusal(spec, fault)
         if spec.kind in (StructuredKind.LARK, StructuredKind.GBNF) and (rule := endless_rule(grammar)) is not None:
             raise _refusal(spec, f"no output can end in its rule {rule}, which always needs itself again")
-        notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
+        notes = dict.fromkeys(keyword for warning in warnings for keyword in _keywords(warning))
         kept = self._tokenizer.special_token_ids.difference(self._tokenizer.eos_token_ids)
         return CompiledGrammar(beginning, tuple(notes), spec.param, kept)
 
@@ -126,6 +126,15 @@ class GrammarCompiler:
         except ValueError as error:
             self.fault = f"Structured output does not work with this model's tokenizer: {error}."
             return None
+
+
+def _keywords(warning: str) -> Sequence[str]:
+    """The keywords that a warning of llguidance is about."""
+    keys = _UNIMPLEMENTED.fullmatch(warning)
+    return (_SERVED.get(warning, warning),) if keys is None else json.loads(keys[1])
+
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 
 
 def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:

@@ -62,7 +62,7 @@ _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 for which no room is left are free, as without a schema."""
 _ANNOTATIONS = ("title", "description", "default", "examples")
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
-_FREE = (*TEXT_KEYWORDS, "minItems", "maxItems", "uniqueItems")
+_FREE = (*TEXT_KEYWORDS, "patternProperties", "minItems", "maxItems", "uniqueItems")
 """Never enforced in a model's own notation."""
 _WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
@@ -204,9 +204,14 @@ class _CallGrammar:
         return rule
 
     def _reduce(self, schema: dict[str, Any]) -> None:
-        """Drops what a grammar does not need, and a pattern that cannot be enforced, which it notes."""
+        """Drops what a grammar does not need, and patterns that cannot be enforced, which it notes."""
         for key in _ANNOTATIONS:
             schema.pop(key, None)
+        named = schema.get("patternProperties")
+        held = {name: value for name, value in named.items() if can_hold(name)} if isinstance(named, dict) else named
+        if held != named:
+            schema |= {"patternProperties": held, "additionalProperties": True}
+            self.free_keywords.add("patternProperties")
         pattern = schema.get("pattern")
         if isinstance(pattern, str) and not can_hold(pattern):
             del schema["pattern"]

@@ -289,6 +289,16 @@ async def test_keywords_of_arguments_that_are_not_enforced_are_named(world: Worl
         assert answer.headers.get("x-schema-not-enforced") == named, family
 
 
+async def test_keywords_that_no_grammar_has_are_named_one_by_one(world: World):
+    listed = {"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"a": listed}, "propertyNames": {"pattern": "^a"}, "if": {}, "then": {}}
+    become(world, "llama3_json")
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    answer = await world.chat(tools=[tool], tool_choice="required")
+    named = answer.headers["x-schema-not-enforced"].split(", ")
+    assert sorted(named) == ["contains", "if", "propertyNames", "then", "uniqueItems"]
+
+
 MARKED = "a[ARGS]<|im_start|>b"
 
 

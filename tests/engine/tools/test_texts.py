@@ -154,6 +154,16 @@ def test_a_pattern_that_cannot_be_held_is_named_in_every_format(name: str, patte
         assert not takes(name, schema, bad)
 
 
+@pytest.mark.parametrize("name", ["json_tools", "glm47"])
+def test_names_that_cannot_be_held_are_free_and_named(name: str) -> None:
+    schema = {"type": "object", "patternProperties": {"^(?!b)": {"type": "integer"}, "^a$": {"type": "boolean"}}}
+    schema |= {"properties": {"c": {"type": "null"}}, "additionalProperties": False}
+    assert force(name, [tool("f", parameters(schema))]).notes == ("patternProperties",)
+    assert takes(name, schema, {"c": None, "b": "x", "a": True})
+    assert not takes(name, schema, {"c": 1})
+    assert not takes(name, schema, {"a": 1})
+
+
 def test_choices_beside_what_cannot_be_held_stay_and_it_is_named() -> None:
     schema = {"enum": ["ab", "b"], "pattern": "^(?!b)"}
     assert force("glm47", [tool("f", parameters(schema))]).notes == ("pattern",)
