@@ -85,6 +85,10 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""By this, Anthropic's client library sends the whole conversation instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """An error for HTTP, before it takes a protocol's form."""
@@ -101,7 +105,8 @@ class ErrorInfo:
     def anthropic_body(self) -> dict[str, Any]:
         fallback = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(self.status, fallback)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {"details": _UNTHREADED} if self.param == "thread" else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def ollama_body(self) -> dict[str, Any]:
         return {"error": self.message}

@@ -322,6 +322,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicError(BaseModel):

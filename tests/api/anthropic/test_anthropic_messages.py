@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.request import Priority
 from tests.api.fakes import say
 from tests.api.worlds import World, user
@@ -182,6 +183,23 @@ async def test_several_tools_are_called_unless_only_one_may_be(world: World, cli
         calls = [block for block in message.content if block.type == "tool_use"]
         assert [call.input["city"] for call in calls] == ["Rome"] if is_alone else ["Rome", "Oslo"]
         assert len({call.id for call in calls}) == len(calls)
+
+
+async def test_the_client_library_runs_tools_by_itself(world: World, client: anthropic.AsyncAnthropic):
+    """It asks for a conversation that the server keeps, and goes on without one if the error says so."""
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """The weather in a city."""
+        return f"sunny in {city}"
+
+    def answer(request: GenerationRequest) -> str:
+        prompt = world.engine.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        return "Fine." if "sunny in Rome" in prompt else CALL
+
+    world.engine.script, world.engine.max_model_len = answer, 2000
+    runner = client.beta.messages.tool_runner(model="fake", max_tokens=100, messages=user("Hi"), tools=[weather])
+    assert [block.type for message in [one async for one in runner] for block in message.content] == ["tool_use", "text"]
 
 
 async def test_arguments_with_a_line_break_in_a_text_are_repaired(world: World, client: anthropic.AsyncAnthropic):
