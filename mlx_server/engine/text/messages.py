@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from mlx_server.engine.tools.formats import Tool, ToolParser
@@ -57,14 +58,28 @@ def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
 def normalise_messages(messages: Sequence[Any], *, parses_arguments: bool = True) -> list[dict[str, Any]]:
     """Returns copies in which `content` is a string (text parts joined by line breaks, null becomes empty),
     `tool_calls` is present only if there are any, with arguments as objects instead of JSON text (`parses_arguments`),
-    and `reasoning` is called `reasoning_content`.
+    and `reasoning` is called `reasoning_content`. Results come in the order of their calls, since many templates tell
+    them apart by nothing else.
 
     Other keys are kept for the template. Media of a tool or the assistant become notes. Raises `InvalidRequestError`
     for media of other roles, and for invalid messages.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message.", "messages")
-    return [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
+    chat = [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
+    for index, message in enumerate(chat):
+        if len(calls := message.get("tool_calls", ())) > 1:
+            _order_results(chat, index + 1, calls)
+    return chat
+
+
+def _order_results(chat: list[dict[str, Any]], start: int, calls: Sequence[Mapping[str, Any]]) -> None:
+    """Puts the results of `calls`, which begin at `start`, into the order of the calls, if all of them name theirs."""
+    places = {str(call.get("id")): place for place, call in enumerate(calls)}
+    results = list(takewhile(lambda one: one["role"] == "tool", chat[start : start + len(calls)]))
+    if all(str(one.get("tool_call_id")) in places for one in results):
+        results.sort(key=lambda one: places[str(one.get("tool_call_id"))])
+        chat[start : start + len(results)] = results
 
 
 def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, Any]:

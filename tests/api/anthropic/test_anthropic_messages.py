@@ -199,7 +199,10 @@ async def test_the_client_library_runs_tools_by_itself(world: World, client: ant
 
     world.engine.script, world.engine.max_model_len = answer, 2000
     runner = client.beta.messages.tool_runner(model="fake", max_tokens=100, messages=user("Hi"), tools=[weather])
-    assert [block.type for message in [one async for one in runner] for block in message.content] == ["tool_use", "text"]
+    assert [block.type for message in [one async for one in runner] for block in message.content] == [
+        "tool_use",
+        "text",
+    ]
 
 
 async def test_arguments_with_a_line_break_in_a_text_are_repaired(world: World, client: anthropic.AsyncAnthropic):

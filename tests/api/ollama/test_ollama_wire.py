@@ -274,7 +274,7 @@ async def test_messages_are_read_in_ollamas_forms(world: World):
     answer = await ask(world, "/api/chat", messages=chat, tools=[TOOL])
     shown = world.engine.tokenizer.decode(world.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
     assert answer["message"]["content"] == "Hello world"
-    assert shown.index("second") < shown.index("first") < shown.index("And?")
+    assert shown.index("first") < shown.index("second") < shown.index("And?")  # the order of the calls
 
 
 async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):

@@ -113,6 +113,17 @@ def test_what_is_no_message_is_refused_by_its_place(message: Any, where: str, wo
     assert caught.value.param == where
 
 
+@pytest.mark.parametrize(
+    ("sent", "shown"), [("ba", "ab"), ("cab", "abc"), ("cxa", "cxa"), ("b", "b"), ("bac", "abc"), ("bacx", "abcx")]
+)
+def test_results_come_in_the_order_of_their_calls(sent: str, shown: str) -> None:
+    calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in "abc"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in sent]
+    user = {"role": "user", "content": "u"}
+    chat = normalise_messages([user, {"role": "assistant", "tool_calls": calls}, *results, user])
+    assert "".join(message["content"] for message in chat) == f"u{shown}u"
+
+
 def test_no_messages_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="messages is empty"):
         normalise_messages([])

@@ -206,7 +206,7 @@ def test_templates_that_take_little(template: str) -> None:
 
 def test_results_are_named_by_their_call() -> None:
     chat = [ASKS, says("assistant", "", **calls("north", "south")), result("south"), result("north")]
-    assert "<look_at>Seen south<look_at>Seen north" in formatter(NAMES).render(chat, [TOOL])
+    assert "<look_at>Seen north<look_at>Seen south" in formatter(NAMES).render(chat, [TOOL])
     own = {**result("north"), "name": "mine"}
     (_, named), _ = adapt([chat[1], own], [TOOL], frozenset({named_results}))
     assert named == own
