@@ -8,8 +8,10 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mlx_server.errors import ConfigError
+from mlx_server.setting import parse_size
 
 _KEY_VARIABLE = "BENCH_API_KEY"
 
@@ -52,12 +54,22 @@ def _whole_number(text: str, least: int) -> int:
     raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
 
 
+def byte_size(text: str) -> int:
+    """Bytes of a size like `10GB`."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
 def server_url(text: str) -> str:
-    """A server's URL, with `/v1` or without."""
+    """A server's URL, with `/v1` or without. Returns it without."""
     url = text.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text} is not a URL; write one like http://127.0.0.1:8000")
-    return url
+    with contextlib.suppress(ValueError):  # of a port that is none, or half an IPv6 address
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url
+    raise argparse.ArgumentTypeError(f"{text} is not a URL; write one like http://127.0.0.1:8000")
 
 
 def output_file(text: str) -> Path:

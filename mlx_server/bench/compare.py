@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import os
+import shlex
 import signal
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from mlx_server.bench.arguments import above_0, add_json_argument, add_key_argument, from_1
+from mlx_server.bench.arguments import above_0, add_json_argument, add_key_argument, from_1, server_url
 from mlx_server.bench.serve.client import list_models
 from mlx_server.bench.serve.command import (
     INTRUDER,
@@ -212,13 +213,14 @@ def _number(value: float) -> str:
 def _servers(args: argparse.Namespace) -> list[Server]:
     """Those with commands, then those with URLs. Raises `ConfigError`."""
     made = [Server(name=name, command=command) for name, command in (_named("--server", t) for t in args.server)]
-    made += [Server(name=name, url=url) for name, url in (_named("--url", text) for text in args.url)]
+    made += [Server(name=name, url=_url(name, url)) for name, url in (_named("--url", text) for text in args.url)]
     names = [server.name for server in made]
     if len(made) < 2:
         raise ConfigError(f"{len(made)} server to compare; name at least two with --server or --url.")
     if len(set(names)) < len(names):
         raise ConfigError("Two servers have the same name; give each its own.")
     for server in made:
+        _check_words(server)
         if server.command and "{port}" not in server.command:
             raise ConfigError(f"The command of {server.name} has no {{port}}, so the server cannot be reached.")
         if server.command and "{model}" in server.command and args.model is None:
@@ -233,6 +235,20 @@ def _named(flag: str, text: str) -> tuple[str, str]:
     if not name or not value or "/" in name:
         raise ConfigError(f"{flag} {text} is not understood; write NAME=..., with no slash in the name.")
     return name, value
+
+
+def _url(name: str, text: str) -> str:
+    try:
+        return server_url(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--url {name}: {error}.") from error
+
+
+def _check_words(server: Server) -> None:
+    try:
+        shlex.split(server.command or "")
+    except ValueError as error:
+        raise ConfigError(f"The command of {server.name} is not understood: {error}. Close or escape it.") from error
 
 
 @contextmanager

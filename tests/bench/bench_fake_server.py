@@ -23,6 +23,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(b"", 500)
         elif self.path == "/health":
             self._answer(b"{}")
+        elif self.path != "/v1/models":
+            self._answer(b"", 404)
         else:
             models = os.environ.get("FAKE_MODELS", "fake").split(",")
             self._answer(json.dumps({"data": [{"id": model} for model in models]}).encode())

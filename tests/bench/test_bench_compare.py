@@ -206,6 +206,14 @@ def test_a_running_server_is_used_at_its_url(tmp_path):
             assert same == url
 
 
+def test_urls_may_end_in_the_path_of_the_api(tmp_path, capsys):
+    started = Server(name="x", command=COMMAND)
+    with started.session(model=None, log_path=tmp_path / "log", start_timeout_s=20) as url:
+        urls = ["--url", f"a={url}/v1", "--url", f"b={url}/"]
+        assert compare.run(parsed(*SMALL, *urls, "--rounds", "1", "--start-timeout", "2")) == 0
+    assert "uniform, round 1, a: " in capsys.readouterr().err
+
+
 def test_what_ignores_the_request_to_end_is_killed(tmp_path):
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(99)"
@@ -271,6 +279,11 @@ def test_each_server_is_asked_for_the_model_under_its_own_name(tmp_path, monkeyp
         (["--server", "a=x", "--url", "b=http://h"], "has no {port}"),
         (["--server", "a=x {port} {model}", "--url", "b=http://h"], "name it with --model"),
         (["--server", "x {port}"], "write NAME="),
+        (["--server", "c=serve '{port}", *URLS], "The command of c is not understood: No closing quotation"),
+        (["--url", "c=localhost:8000", *URLS], r"--url c: localhost:8000 is not a URL; write one like http://"),
+        (["--url", "c=/v1", *URLS], r"--url c: /v1 is not a URL"),
+        (["--url", "c=http://[", *URLS], r"--url c: http://\[ is not a URL"),
+        (["--url", "c=http://h:x", *URLS], r"--url c: http://h:x is not a URL"),
         ([*URLS, "--threads", "1", "2"], "--threads has no effect on servers that are given by --url"),
         ([*URLS, "--streams", "2", "--workload", "uniform", "mixed"], "effect on uniform and mixed: --streams"),
     ],

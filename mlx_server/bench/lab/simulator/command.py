@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.arguments import above_0, add_json_argument, at_least_0, from_0, from_1, refuse_options
+from mlx_server.bench.arguments import above_0, add_json_argument, at_least_0, byte_size, from_0, from_1, refuse_options
 from mlx_server.bench.lab.simulator.disk import DiskCost
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
@@ -44,7 +44,6 @@ from mlx_server.bench.lab.simulator.traces import (
 from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items, write_json
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
-from mlx_server.setting import parse_size
 
 
 def summarize(metrics: SimulationMetrics) -> str:
@@ -235,10 +234,8 @@ def _add_device(group: _Group) -> None:
     )
     group.add_argument("--self-running", action="store_true", help="the device computes asynchronously, as a GPU does")
     _add(group, "--num-blocks", from_1, 4096, "KV blocks of 32 tokens")
-    group.add_argument("--kv-disk", type=parse_size, metavar="SIZE", help="keep prefixes on disk; also replay without")
-    group.add_argument(
-        "--kv-disk-writes-per-day", type=parse_size, default="64GB", metavar="SIZE", help="default: 64GB"
-    )
+    group.add_argument("--kv-disk", type=byte_size, metavar="SIZE", help="keep prefixes on disk; also replay without")
+    group.add_argument("--kv-disk-writes-per-day", type=byte_size, default="64GB", metavar="SIZE", help="default: 64GB")
     group.add_argument(
         "--disk-gb-per-s",
         nargs=2,
@@ -356,11 +353,11 @@ def _variants(args: argparse.Namespace) -> dict[str, partial[Simulation]]:
         variants["one key"] = partial(full, is_fair=False)
     if args.ablate:
         variants |= {
-            "no stall bound": partial(plain, limits=replace(limits, bound_stalls=False)),
-            "no prefix deduplication": partial(plain, limits=replace(limits, deduplicate_prefixes=False)),
-            "no step ahead": partial(plain, is_async=False),
-            "no aging": partial(plain, limits=replace(limits, aging_rate=0.0)),
-            "no prefix cache": partial(plain, enable_prefix_caching=False, disk=None),
+            "no stall bound": partial(full, limits=replace(limits, bound_stalls=False)),
+            "no prefix deduplication": partial(full, limits=replace(limits, deduplicate_prefixes=False)),
+            "no step ahead": partial(full, is_async=False),
+            "no aging": partial(full, limits=replace(limits, aging_rate=0.0)),
+            "no prefix cache": partial(full, enable_prefix_caching=False, disk=None),
         }
     return variants
 
@@ -369,6 +366,8 @@ def _disk(args: argparse.Namespace) -> DiskCost | None:
     if args.kv_disk is None:
         return None
     block_bytes = PROFILES[args.profile].block_bytes
+    if args.kv_disk < block_bytes:
+        raise ConfigError(f"--kv-disk is {args.kv_disk} bytes, and a block has {block_bytes}; write a size like 10GB.")
     read, write = (1e9 * rate for rate in args.disk_gb_per_s)
     return DiskCost(
         num_records=args.kv_disk // block_bytes,

@@ -125,3 +125,9 @@ def test_the_command_replays_with_the_disk_and_without(tmp_path: Path, capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in lines if " ms " in line][1:] == ["all mechanisms", "no disk"]
     assert len(read_trace(trace, shrink=16)) == 60
+
+
+@pytest.mark.parametrize(("size", "words"), [("0", "--kv-disk is 0 bytes"), ("many", "many: write bytes, or a size")])
+def test_a_disk_without_room_for_a_block_is_refused(size: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "simulate", "--kv-disk", size]) == 2
+    assert words in capsys.readouterr().err

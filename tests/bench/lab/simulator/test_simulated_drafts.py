@@ -94,5 +94,10 @@ def test_the_command_shows_drafts_beside_none(tmp_path: Path, capsys: pytest.Cap
     drafted, plain = json.loads(path.read_text())["results"]
     assert 0 < drafted["counters"]["num_accepted_tokens"] < drafted["counters"]["num_draft_tokens"]
     assert plain["counters"]["num_drafts"] == 0
+    assert main([*command, "--draft-acceptance", "0.9", "--ablate", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    undrafted = [result["scheduler"] for result in results if not result["counters"]["num_drafts"]]
+    assert len(results) == 7
+    assert undrafted == ["no drafts"], "each row is without one mechanism"
     assert main([*command, "--draft-acceptance", "1.5"]) == 2
     assert "1.5 is not a share from 0 to 1" in capsys.readouterr().err
