@@ -38,6 +38,7 @@ _WIRED = (
 
 
 REPORT = Path("mlx-serve-report.md")
+_SOAK_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,15 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the configuration, the server and the engine get the model (of several, the first) and wire_memory, and all "
         f"else is at its default; default: {REPORT}",
     )
-    parser.add_argument(
-        "--seconds", type=above_0, default=120.0, metavar="N", help="length of the report's soak; default: 120"
-    )
+    parser.add_argument("--seconds", type=above_0, metavar="N", help=f"length of the soak; default: {_SOAK_S:g}")
 
 
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
     if args.report is not None:
-        return _report(config, args.report, args.seconds)
+        return _report(config, args.report, args.seconds or _SOAK_S)
+    if args.seconds is not None:
+        raise ConfigError("--seconds has no effect without --report. Leave it out, or add --report.")
     for topic, describe in _topics(config).items():
         try:
             lines = describe()

@@ -96,6 +96,13 @@ def test_a_file_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFix
     assert "--report: cannot write /nonexistent/report.md: No such file" in capsys.readouterr().err
 
 
+def test_the_length_of_a_soak_is_refused_without_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--seconds", "5"]) == 2
+    printed = capsys.readouterr()
+    assert "--seconds has no effect without --report" in printed.err
+    assert printed.out == ""
+
+
 def test_a_folder_in_place_of_a_file_is_said_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
