@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from mlx_server.combinations import check_combinations
-from mlx_server.environment import expanded
+from mlx_server.environment import expanded, read_settings
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
 from mlx_server.model_entries import Adapter, ModelEntry, check_adapter_names, parse_adapters, read_models
@@ -410,10 +410,12 @@ def _replaced(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Confi
 
 def _file_config(path: Path) -> Config:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_settings(path))
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply.") from error
+    except ValueError as error:  # TOML's, UTF-8's, or an integer's that is too long
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     overridable = {setting.name: _SECTIONS[setting.section] for setting in _model_settings()}
     found: dict[str, Any] = {

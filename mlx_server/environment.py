@@ -16,6 +16,8 @@ from mlx_server.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_MAX_CHARS = 1_000_000
+
 
 def version() -> str:
     """The version of the distribution; `unknown` if the package runs without being installed."""
@@ -43,6 +45,16 @@ def expanded(path: str) -> Path:
             f"{path}: the home folder {Path(path).parts[0]} is unknown. Write the path in full, or set HOME; "
             "MLX_SERVE_HOME is the folder of models and caches."
         ) from error
+
+
+def read_settings(path: Path) -> str:
+    """The text of a small file that a user names. Raises `OSError`, `UnicodeDecodeError`, and `ConfigError` for a file
+    that is too long, as a device without end is."""
+    with path.open(encoding="utf-8") as file:
+        text = file.read(_MAX_CHARS + 1)
+    if len(text) > _MAX_CHARS:
+        raise ConfigError(f"{path} has more than {_MAX_CHARS:,} characters; name a file of settings or of a key.")
+    return text
 
 
 def open_streams() -> None:

@@ -28,7 +28,7 @@ _OTHER_VARIABLES = [
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How pydantic checks sections, whether they come from code or from a file."""
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.IGNORECASE)

@@ -235,6 +235,27 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load_config(tmp_path / "latin.toml", environ={})
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = " + "[" * 5000, "is not valid TOML: it is nested too deeply"),
+        ("port = " + "9" * 5000, "is not valid TOML: Exceeds the limit"),
+        ("#" * 1_000_001, "has more than 1,000,000 characters; name a file of settings"),
+    ],
+    ids=["deep", "long number", "long file"],
+)
+def test_a_file_that_is_too_deep_or_too_long_is_named(tmp_path, text, words):
+    (tmp_path / "much.toml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"much\.toml {words}"):
+        load_config(tmp_path / "much.toml", environ={})
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_a_file_without_end_is_named():
+    with pytest.raises(ConfigError, match="/dev/zero has more than 1,000,000 characters"):
+        load_config(Path("/dev/zero"), environ={})
+
+
 def test_settings_cannot_be_changed_afterwards():
     loaded = load_config(environ={})
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -261,7 +282,7 @@ def test_sizes(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1", "4 giga", "GiB", "1e9", "1,5GB", "4PB"])
+@pytest.mark.parametrize("text", ["", "lots", "-1", "4 giga", "GiB", "1e9", "1,5GB", "4PB", "9" * 400])
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="write bytes, or a size like 512MB or 4GiB"):
         parse_size(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mlx_server.api.auth.key_file import KeyFile, KeyText, Usage, parse_key
 from mlx_server.config import Config, ServerConfig, home
-from mlx_server.environment import expanded
+from mlx_server.environment import expanded, read_settings
 from mlx_server.errors import AuthenticationError, ConfigError, OverloadedError, PermissionDeniedError
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
@@ -256,7 +256,7 @@ def _secret(name: str, value: str | None, file: str | None) -> str | None:
     if value is not None:
         raise ConfigError(f"{name} and {name}_file are both set; keep one of them.")
     try:
-        text = expanded(file).read_text(encoding="utf-8").strip()
+        text = read_settings(expanded(file)).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}_file: {file} cannot be read: {error}.") from error
     if not text or len(text.splitlines()) != 1:
