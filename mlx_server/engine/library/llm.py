@@ -175,7 +175,7 @@ class LLM:
     @property
     def _open(self) -> AsyncLLM:
         if not self._finalizer.alive:
-            raise InvalidRequestError("This LLM is closed; make another one.")
+            raise _closed_error()
         return self._llm
 
     def _complete(self, prompts: Sequence[PromptRequests], use_tqdm: bool) -> list[Completion]:
@@ -317,7 +317,7 @@ class _LoopThread:
     """An event loop on a daemon thread."""
 
     def __init__(self) -> None:
-        self._is_ready = threading.Event()
+        self._is_ready, self._lock, self._is_stopped = threading.Event(), threading.Lock(), False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="llm-loop", daemon=True)
         self._thread.start()
         self._is_ready.wait()
@@ -329,8 +329,13 @@ class _LoopThread:
         await self._end.wait()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Runs `work` on the loop and waits for its result; an interrupt cancels it. Any other thread."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Runs `work` on the loop and waits for its result; an interrupt cancels it. Any other thread. Raises
+        `InvalidRequestError` after `stop`, when the loop would never run it."""
+        with self._lock:
+            if self._is_stopped:
+                work.close()
+                raise _closed_error()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -338,8 +343,14 @@ class _LoopThread:
             raise
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._end.set)
+        with self._lock:
+            self._is_stopped = True
+            self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
+
+
+def _closed_error() -> InvalidRequestError:
+    return InvalidRequestError("This LLM is closed; make another one.")
 
 
 def _close(loop: _LoopThread, llm: AsyncLLM) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_server import LLM, AsyncLLM
+from mlx_server.engine.library.completions import complete
 from mlx_server.errors import ConfigError, InvalidRequestError
 from tests.adapter_files import plain_model, write_adapter
 from tests.engine_worlds import greedy, make_folder
@@ -98,6 +99,19 @@ def test_a_closed_llm_says_so(folder: Path, call: Callable[[LLM], object]) -> No
     llm.close()
     with pytest.raises(InvalidRequestError, match="This LLM is closed; make another one"):
         call(llm)
+
+
+def test_a_call_that_close_overtakes_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another thread closed the LLM after the call has found it open."""
+    llm = LLM(folder, **SMALL)
+
+    def overtaken(*args: Any) -> Any:
+        llm.close()
+        return complete(*args)
+
+    monkeypatch.setattr("mlx_server.engine.library.llm.complete", overtaken)
+    with pytest.raises(InvalidRequestError, match="This LLM is closed; make another one"):
+        llm.generate("a", use_tqdm=False)
 
 
 @pytest.mark.parametrize(
