@@ -86,12 +86,12 @@ def _full(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | No
     whose = f" of tier {tier}" if tier else ""
     if load.num_waiting >= limits.max_num_waiting:
         reason = "max_num_queued_reqs"
-        message = f"{load.num_waiting} requests{whose} wait already; the limit is {limits.max_num_waiting}."
+        message = f"Waiting requests{whose}: {load.num_waiting}; the limit is {limits.max_num_waiting}."
     else:
         reason = "max_num_queued_tokens"
         message = (
-            f"{load.num_tokens} prompt tokens{whose} wait already and this request has {request.num_tokens}; "
-            f"the limit is {limits.max_queued_tokens}."
+            f"Waiting prompt tokens{whose}: {load.num_tokens}; this request has {request.num_tokens}, and the limit is "
+            f"{limits.max_queued_tokens}."
         )
     message += " Try again later."
     return QuotaExceededError(message) if tier else QueueFullError(message, reason)
@@ -103,7 +103,7 @@ def displacement(load: QueueLoad, displaced: Request, request: Request, tier: st
     who = "a request of a better tier" if is_better else "one of a key that has fewer waiting"
     which = f"queue of tier {tier}" if tier else "queue"
     return QueueFullError(
-        f"The {which} is full ({load.num_waiting} requests wait), and {who} has taken this one's place. "
+        f"The {which} is full (waiting requests: {load.num_waiting}), and {who} has taken this one's place. "
         "Try again later.",
         "displaced",
         _DISPLACED_RETRY_S,

@@ -316,12 +316,12 @@ def test_a_full_queue_has_room_for_a_client_with_fewer_requests() -> None:
     error = displaced[0].error
     assert isinstance(error, QueueFullError)
     assert error.message == (
-        "The queue is full (9 requests wait), and one of a key that has fewer waiting has taken this one's place. "
+        "The queue is full (waiting requests: 9), and one of a key that has fewer waiting has taken this one's place. "
         "Try again later."
     )
     assert error.reason == "displaced"
     for client in "AB":
-        with pytest.raises(QueueFullError, match="9 requests wait already"):
+        with pytest.raises(QueueFullError, match="Waiting requests: 9"):
             scheduler.add_request(make_request("one more", client=client, arrival_s=20))
     assert ids(scheduler.add_request(make_request("c", client="C", arrival_s=21))) == ["a4"]
     scheduler.check_integrity()
@@ -339,7 +339,7 @@ def test_a_queue_full_of_tokens_has_room_for_a_client_with_fewer() -> None:
     scheduler = make_scheduler(queue=QueueLimits(max_queued_tokens=100))
     scheduler.add_request(make_request("a0", 70, client="A"))
     scheduler.add_request(make_request("a1", 30, client="A", arrival_s=1))
-    with pytest.raises(QueueFullError, match="100 prompt tokens wait already and this request has 40"):
+    with pytest.raises(QueueFullError, match="Waiting prompt tokens: 100; this request has 40"):
         scheduler.add_request(make_request("b", 40, client="B", arrival_s=2))  # it would need both places
     assert ids(scheduler.add_request(make_request("b", 30, client="B", arrival_s=2))) == ["a1"]
     scheduler.check_integrity()
@@ -377,8 +377,8 @@ def test_a_tiers_own_limit_is_shared_too() -> None:
     displaced = scheduler.add_request(make_request("b0", client="B", tier="free", arrival_s=5))
     assert ids(displaced) == ["a2"]
     assert displaced[0].error is not None
-    assert displaced[0].error.message.startswith("The queue of tier free is full (3 requests wait), and one of a key")
-    with pytest.raises(QuotaExceededError, match="3 requests of tier free wait already"):
+    assert displaced[0].error.message.startswith("The queue of tier free is full (waiting requests: 3), and one of a")
+    with pytest.raises(QuotaExceededError, match="Waiting requests of tier free: 3"):
         scheduler.add_request(make_request("b1", client="B", tier="free", arrival_s=6))
     assert {request.request_id for request in waiting(scheduler)} == {"a0", "a1", "b0", "p0", "p1"}
     scheduler.check_integrity()

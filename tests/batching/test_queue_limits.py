@@ -27,7 +27,7 @@ def test_a_full_queue_refuses_by_count() -> None:
     scheduler.add_request(make_request("b"))
     with pytest.raises(QueueFullError) as caught:
         scheduler.add_request(make_request("c"))
-    assert caught.value.message == "2 requests wait already; the limit is 2. Try again later."
+    assert caught.value.message == "Waiting requests: 2; the limit is 2. Try again later."
     assert caught.value.reason == "max_num_queued_reqs"
     assert caught.value.retry_after_s > 0
     assert scheduler.num_waiting == 2
@@ -41,7 +41,7 @@ def test_a_full_queue_refuses_by_tokens() -> None:
     with pytest.raises(QueueFullError) as caught:
         scheduler.add_request(make_request("b", 41))
     assert caught.value.message == (
-        "60 prompt tokens wait already and this request has 41; the limit is 100. Try again later."
+        "Waiting prompt tokens: 60; this request has 41, and the limit is 100. Try again later."
     )
     assert caught.value.reason == "max_num_queued_tokens"
     scheduler.add_request(make_request("c", 40))
@@ -50,12 +50,12 @@ def test_a_full_queue_refuses_by_tokens() -> None:
 def test_a_tier_has_limits_of_its_own() -> None:
     scheduler = make_scheduler(tiers={"free": QueueLimits(max_num_waiting=1, max_queued_tokens=50)})
     scheduler.add_request(make_request("a", 20, tier="free"))
-    with pytest.raises(QuotaExceededError, match=r"1 requests of tier free wait already; the limit is 1\."):
+    with pytest.raises(QuotaExceededError, match=r"Waiting requests of tier free: 1; the limit is 1\."):
         scheduler.add_request(make_request("b", 20, tier="free"))
     scheduler.add_request(make_request("c", 60, tier="paid"))
     assert scheduler.finish_request("a")
     with pytest.raises(
-        QuotaExceededError, match=r"0 prompt tokens of tier free wait already and this request has 60; the limit is 50"
+        QuotaExceededError, match=r"Waiting prompt tokens of tier free: 0; this request has 60, and the limit is 50"
     ):
         scheduler.add_request(make_request("d", 60, tier="free"))
     scheduler.add_request(make_request("e", 50, tier="free"))
@@ -133,11 +133,11 @@ def test_a_better_tier_takes_the_newest_place_of_the_worst() -> None:
     error = ended[0].error
     assert isinstance(error, QueueFullError)
     assert error.message == (
-        "The queue is full (4 requests wait), and a request of a better tier has taken this one's place. "
+        "The queue is full (waiting requests: 4), and a request of a better tier has taken this one's place. "
         "Try again later."
     )
     assert (error.reason, error.retry_after_s) == ("displaced", 5.0)
-    with pytest.raises(QueueFullError, match="4 requests wait already"):
+    with pytest.raises(QueueFullError, match="Waiting requests: 4"):
         scheduler.add_request(make_request("h4", priority=Priority.HIGH))
     assert {request.request_id for request in waiting(scheduler)} == {"h0", "h1", "h2", "h3"}
     scheduler.check_integrity()
@@ -150,7 +150,7 @@ def test_nobody_is_displaced_by_their_own_tier_or_in_vain() -> None:
     scheduler.add_request(make_request("b", 20, priority=Priority.LOW))
     with pytest.raises(QueueFullError):
         scheduler.add_request(make_request("low", 20, priority=Priority.LOW))
-    with pytest.raises(QueueFullError, match="90 prompt tokens wait already and this request has 60"):
+    with pytest.raises(QueueFullError, match="Waiting prompt tokens: 90; this request has 60"):
         scheduler.add_request(make_request("large", 60, priority=Priority.HIGH))
     assert scheduler.num_waiting == 3
     ended = scheduler.add_request(make_request("fits", 40, priority=Priority.NORMAL))

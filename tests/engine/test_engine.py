@@ -317,7 +317,7 @@ async def test_a_better_tier_finds_a_place_in_a_full_queue(folder):
         better = engine.submit(ask("better", priority=Priority.HIGH))
         with pytest.raises(QueueFullError, match="a request of a better tier has taken this one's place"):
             await read(goes)
-        with pytest.raises(QueueFullError, match="2 requests wait already"):
+        with pytest.raises(QueueFullError, match="Waiting requests: 2"):
             engine.submit(ask("late", priority=Priority.LOW))
         assert engine.metrics.rejected == {("low", "displaced"): 1, ("low", "max_num_queued_reqs"): 1}
         running.abort()
@@ -331,7 +331,7 @@ async def test_a_full_queue_and_a_long_wait_are_refused(folder):
         running = engine.submit(ask("running", sampling=greedy(250)))
         assert (await anext(running)).num_output_tokens == 1
         waiting = [engine.submit(ask(f"w{i}")) for i in range(2)]
-        with pytest.raises(QueueFullError, match="2 requests wait already; the limit is 2"):
+        with pytest.raises(QueueFullError, match="Waiting requests: 2; the limit is 2"):
             engine.submit(ask("too many"))
         with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
             await anext(waiting[0])
@@ -654,7 +654,7 @@ async def test_a_tier_at_its_own_queue_limit_is_refused_and_others_are_not(folde
         running = engine.submit(ask("running", sampling=greedy(250)))
         await anext(running)
         engine.submit(ask("w", tier="free"))
-        with pytest.raises(QuotaExceededError, match=r"1 requests of tier free wait already; the limit is 1"):
+        with pytest.raises(QuotaExceededError, match=r"Waiting requests of tier free: 1; the limit is 1"):
             engine.submit(ask("x", tier="free"))
         engine.submit(ask("y"))
         assert engine.metrics.rejected == {("free", "tier_limit"): 1}

@@ -128,7 +128,7 @@ async def test_a_tier_s_queue_is_bounded_and_the_others_are_not(site: Site, fold
         body = {"prompt": [7], "max_tokens": 1}
         refused = await site.http.post("/v1/completions", json=body, headers={"x-api-key": world.keys["low"]})
         assert refused.status_code == 429
-        assert "4 requests of tier low wait already; the limit is 4" in refused.json()["error"]["message"]
+        assert "Waiting requests of tier low: 4; the limit is 4" in refused.json()["error"]["message"]
         await asyncio.gather(world.ask("normal"), *running, *waiting)
 
 
