@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.config import add_config_flag, config_from
-from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
+from mlx_server.cli.remote import RemoteServer, add_remote_flags, one_line, size, table
 from mlx_server.config import Config
 from mlx_server.engine.prefixes.model_on_disk import disk_folder
 from mlx_server.environment import expanded
@@ -102,7 +102,7 @@ def run_stats(args: argparse.Namespace) -> int:
 
 def add_purge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="only prefixes of this model, by the name that `cache ls` shows")
-    parser.add_argument("--key", metavar="ID", help="only prefixes that only the key with this id may hit")
+    parser.add_argument("--key", type=one_line, metavar="ID", help="only prefixes that only this key may hit")
     _add_flags(parser)
 
 
@@ -283,6 +283,8 @@ def _entries(text: str) -> list[Any]:
         if text.lstrip().startswith("["):
             raise ServeError(f"The file is not JSON: {error.msg} in line {error.lineno}.") from error
         entries = [_value(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    except (RecursionError, ValueError) as error:
+        raise ServeError(f"The file cannot be read: {_reason(error)}.") from error
     if not entries:
         raise ServeError("The file has no entries.")
     return entries
@@ -293,6 +295,13 @@ def _value(line: str, number: int) -> Any:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise ServeError(f"Line {number} is not JSON: {error.msg} in column {error.colno}.") from error
+    except (RecursionError, ValueError) as error:
+        raise ServeError(f"Line {number} cannot be read: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """Of JSON with too deep a value or too long a number."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _usage(answer: Any) -> tuple[int, int]:

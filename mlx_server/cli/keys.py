@@ -9,7 +9,6 @@ import json
 import sqlite3
 import sys
 import time
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ from mlx_server.api.auth.key_file import KeyFile, KeyRecord, KeyText
 from mlx_server.api.auth.keys import key_file_path
 from mlx_server.cli.cache import purge_key
 from mlx_server.cli.config import add_config_flag, config_from
-from mlx_server.cli.remote import ago, table
+from mlx_server.cli.remote import ago, one_line, table
 from mlx_server.config import Config
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.setting import nearest
@@ -27,7 +26,7 @@ _HEADER = ("id", "tier", "created", "last used", "requests", "prompt", "output",
 
 def add_create(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", default=None, help="a tier of the configuration; default: `api_key_tier`")
-    parser.add_argument("--label", type=_label, default="", help="text in the list: the key's owner or purpose")
+    parser.add_argument("--label", type=one_line, default="", help="text in the list: the key's owner or purpose")
     _add_key_flags(parser)
 
 
@@ -90,6 +89,8 @@ def run_revoke(args: argparse.Namespace) -> int:
       mlx-serve keys revoke 3f9c0a1b2c4d
       mlx-serve keys revoke 3f9c0a1b2c4d --purge
     """
+    if args.kv_disk_dir is not None and not args.purge:
+        raise ConfigError("--kv-disk-dir has no effect without --purge. Leave it out, or add --purge.")
     config = config_from(args)
     with _open_keys(config) as file:
         file.revoke(args.id)
@@ -117,15 +118,9 @@ def run_rotate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _label(text: str) -> str:
-    """A text that a terminal shows in one line as it is."""
-    if {"Cc", "Cs"} & set(map(unicodedata.category, text)):  # surrogates stand for bytes that are not UTF-8
-        raise argparse.ArgumentTypeError("it must be UTF-8 text in one line, without control characters")
-    return text
-
-
 def _add_id(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", help="the key's id: the part between its first and second underscore, as `list` shows it")
+    about = "the key's id: the part between its first and second underscore, as `list` shows it"
+    parser.add_argument("id", type=one_line, help=about)
 
 
 def _add_key_flags(parser: argparse.ArgumentParser) -> None:

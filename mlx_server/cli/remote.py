@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -151,6 +152,13 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def one_line(text: str) -> str:
+    """The type of an argument that a terminal shows in one line as it is."""
+    if {"Cc", "Cs"} & set(map(unicodedata.category, text)):  # surrogates stand for bytes that are not UTF-8
+        raise argparse.ArgumentTypeError("it must be UTF-8 text in one line, without control characters")
+    return text
 
 
 def size(num_bytes: float) -> str:

@@ -121,6 +121,9 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[]", "has no entries"),
         ('["a", ', "is not JSON: Expecting value in line 1"),
         ('"a"\n{"prompt": \n', "Line 2 is not JSON: Expecting value in column 12"),
+        ("[" * 100_000, "The file cannot be read: it is nested too deeply"),
+        ('"a"\n' + "[" * 100_000, "Line 2 cannot be read: it is nested too deeply"),
+        ("9" * 5000, "The file cannot be read: Exceeds the limit"),
         ('"a"\n3', "Entry 2 is neither a string nor an object"),
         ('{"input": "a"}', "Entry 1 is neither"),
         ('{"messages": [], "prompt": "a"}', "Entry 1 is neither"),
@@ -143,3 +146,8 @@ def test_files_to_warm_that_cannot_be_read_are_named(tmp_path, capsys):
     (tmp_path / "image.json").write_bytes(b"\xff\xfe")
     assert main(["cache", "warm", str(tmp_path / "image.json")]) == 1
     assert "is not UTF-8 text: invalid start byte at byte 0." in capsys.readouterr().err
+
+
+def test_a_key_that_is_no_text_is_refused(capsys):
+    assert main(["cache", "purge", "--key", "\udcff"]) == 2
+    assert "argument --key: it must be UTF-8 text" in capsys.readouterr().err

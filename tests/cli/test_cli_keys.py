@@ -190,6 +190,20 @@ def test_a_label_that_would_spoil_the_list_is_refused(keys: Keys, label: str) ->
     keys.create("--label", "Zoë’s\u3000👩\u200d💻")
 
 
+@pytest.mark.parametrize("verb", ["revoke", "rotate"])
+def test_an_id_that_is_no_text_is_refused(keys: Keys, verb: str) -> None:
+    keys.create()
+    keys.run(verb, "\udcff", status=2)
+    assert "argument id: it must be UTF-8 text" in keys.errors
+
+
+def test_a_folder_without_a_purge_is_refused_and_nothing_revoked(keys: Keys) -> None:
+    key_id = id_of(keys.create())
+    keys.run("revoke", key_id, "--kv-disk-dir", "there", status=2)
+    assert "--kv-disk-dir has no effect without --purge" in keys.errors
+    assert "REVOKED" not in keys.run("list")
+
+
 def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
     assert main(["keys", "create"]) == 0
     assert (tmp_path / "home" / "keys.sqlite").exists()
