@@ -79,7 +79,9 @@ def _target(url: str, model: str | None) -> Target:
         hint = did_you_mean(chosen, cards) or "."
         raise ServeError(f"{server.url} lists no model {chosen}{hint} It has {', '.join(cards)}.")
     limit = cards[chosen].get("max_model_len")
-    return Target(server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit)
+    return Target(
+        server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit if isinstance(limit, int) else None
+    )
 
 
 def _warn_of_short_context(name: str, client: Client, target: Target) -> None:
@@ -139,7 +141,7 @@ def _shown(setup: Setup, command: list[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class Target:
     """A server and one of its models. `key` is what the client sends: any text if the server does not require one.
-    `max_model_len` is None while the model is not loaded."""
+    `max_model_len` is None while the model is not loaded, and if the server does not give it as a number."""
 
     url: str
     model: str

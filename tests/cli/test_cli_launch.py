@@ -237,3 +237,10 @@ def test_what_is_wrong_is_said_in_one_line(machine: Machine, monkeypatch: pytest
     assert "npm install -g @anthropic-ai/claude-code" in capsys.readouterr().err
     assert main(["launch", "emacs"]) == 2
     assert "claude" in capsys.readouterr().err
+
+
+def test_a_context_that_is_no_number_counts_as_unknown(machine: Machine) -> None:
+    machine.server.models = [{"id": "first", "max_model_len": "long"}]
+    status, report = machine.launch("claude")
+    assert status == 0
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in report["environment"]
