@@ -110,8 +110,13 @@ class GrammarCompiler:
         if spec.kind in (StructuredKind.LARK, StructuredKind.GBNF) and (rule := endless_rule(grammar)) is not None:
             raise _refusal(spec, f"no output can end in its rule {rule}, which always needs itself again")
         notes = dict.fromkeys(keyword for warning in warnings for keyword in _keywords(warning))
-        kept = self._tokenizer.special_token_ids.difference(self._tokenizer.eos_token_ids)
-        return CompiledGrammar(beginning, tuple(notes), spec.param, kept)
+        return CompiledGrammar(beginning, tuple(notes), spec.param, self._named_in(spec.source))
+
+    def _named_in(self, source: str) -> frozenset[int]:
+        """The special tokens whose text is in a constraint; escapes in regexes count as their characters."""
+        plain, tokenizer = source.replace("\\", ""), self._tokenizer
+        special = tokenizer.special_token_ids.difference(tokenizer.eos_token_ids)
+        return frozenset(token_id for token_id in special if tokenizer.token_text(token_id) in plain)
 
     def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
         """Sets `fault` and returns None if that is impossible."""
@@ -190,7 +195,7 @@ _NON_VERBOSE = "\n<non-verbose/>"
 class CompiledGrammar:
     """A compiled grammar. `start` returns a new cursor for each output, a copy of the one at its `beginning`; any
     thread. `notes` name the keywords of the schema that the grammar does not enforce, `param` the request's field.
-    `kept_token_ids` are special tokens that stay in the text: the grammar allows them only where it has their text."""
+    `kept_token_ids` are the special tokens whose text it has: they stay in the output's text."""
 
     beginning: GrammarConstraint
     notes: tuple[str, ...]
