@@ -378,3 +378,19 @@ def test_random_use_keeps_the_books() -> None:
         held |= {block.block_id for group in detached for block in group}
         assert blocks.num_free_blocks == 12 - len(held)
     assert blocks.counters.num_block_evictions > 100
+
+
+def test_a_beginning_that_two_clients_use_outlives_what_follows_it() -> None:
+    """A computed it, and has most of the pool, so A's own blocks go first; B's end would be of no use without it."""
+    blocks = PagedBlockManager(40)
+    beginning, own = prompt(64), prompt(64, first=300)
+    first, second = make_request("a", [*beginning, 1], client="A"), make_request("b", [*beginning, *own, 1], client="B")
+    for request in (first, second):
+        hold(blocks, request)
+        blocks.free(request.request_id)
+    for number in range(60):
+        request = make_request(f"flood{number}", 64, client="A")
+        hold(blocks, request)
+        blocks.free(request.request_id)
+    assert blocks.num_cached(second) == 4
+    assert len(blocks.find_prefix(second)) == 4

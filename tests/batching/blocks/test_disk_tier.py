@@ -574,6 +574,33 @@ def test_so_many_loads_may_wait_and_better_tiers_pass_them(monkeypatch: pytest.M
     assert len(sought) == 8 * 10
 
 
+def test_the_loads_of_one_key_are_not_before_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A has more to load than may wait, and a stream goes on; B comes last, and is loaded when the disk is free. What
+    was loaded for B is B's, and not evicted with what A leaves."""
+    monkeypatch.setattr("mlx_server.batching.blocks.disk_tier._MAX_QUEUED", 4)
+    store, prompts = kept_each(8)
+    world = make_world(400, store=store)
+    world.add(make_request("stream", prompt(40, first=900), 300, client="A"))
+    world.step()
+    begun: list[bytes] = []
+    read = store.read
+    store.read = lambda digest, *args, **more: (begun.append(digest), read(digest, *args, **more))  # type: ignore
+    for number, tokens in enumerate(prompts[:7]):
+        world.add(make_request(f"a{number}", tokens, 1, client="A", arrival_s=0.001 * number))
+    world.schedule()
+    world.add(make_request("b", prompts[7], 1, client="B", arrival_s=0.1))
+    for _ in range(20):
+        world.step()
+        store.arrive()
+    world.finish()
+    world.check_tokens()
+    first_block = {request.block_hashes[0]: name for name, request in world.requests.items()}
+    order = [first_block[digest] for digest in begun if digest in first_block]
+    assert order[:3] == ["a0", "a1", "b"]
+    loaded = map(world.scheduler.blocks.cached_block, world.requests["b"].block_hashes)
+    assert {block.client for block in loaded if block is not None} == {"B"}
+
+
 def test_loads_of_better_tiers_do_not_hold_up_who_has_aged_past_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """HIGH comes all the time with more prefixes than the disk can read; LOW has none there."""
     monkeypatch.setattr("mlx_server.batching.blocks.disk_tier._MAX_QUEUED", 4)

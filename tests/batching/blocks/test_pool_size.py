@@ -84,6 +84,17 @@ def test_a_pool_grows_rather_than_forget_what_is_cached():
     assert world.scheduler.blocks.counters.num_block_evictions == 12 * 2 - 16
 
 
+def test_a_pool_does_not_grow_when_what_was_cached_is_forgotten():
+    world, supply = make_growing(4, 64)
+    world.add(make_request("before", 100, 1))
+    world.finish()
+    assert world.scheduler.blocks.reset_prefix_cache()
+    world.add(make_request("after", 100, 1))
+    world.finish()
+    assert supply.taken == []
+    assert world.scheduler.blocks.counters.num_block_evictions == 0
+
+
 def test_ids_are_stable_while_a_pool_grows():
     world, _ = make_growing(4, 64)
     world.add(make_request("a", 60, 90))
