@@ -71,8 +71,6 @@ class Policy:
     def share_out(self, step: Step, prefilling: list[Request]) -> None:
         """Shares the prompt tokens of a step (`step.given`) out to running requests with prompt left to compute and to
         waiting requests, which it starts."""
-        if not self._table.has_waiting:
-            self._waiting.settle()
         self._images.begin(prefilling)
         self._share_out(step, prefilling)
         if not step.given and not step.requests and self._images.pass_turn(step):

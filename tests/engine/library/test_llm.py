@@ -158,6 +158,9 @@ def test_structured_outputs_bind_a_chat_s_answer_and_leave_its_reasoning_free(re
     assert answer("a", "<|im_start|>") == "", "it goes on reasoning"
     assert answer("no", "<|im_start|>") in ("yes", "no")
     assert answer("no", "[THINK]") == "[THINK]" * 9
+    params = greedy(9, structured_outputs={"choice": ["a[ARGS]b"]})
+    (named,) = reasoning_llm.chat([{"role": "user", "content": "no"}], params, use_tqdm=False)
+    assert named.text == "a[ARGS]b", "a special token that the choice names is its text"
 
 
 def test_each_prompt_and_each_chat_may_have_parameters_of_its_own(llm: LLM) -> None:
