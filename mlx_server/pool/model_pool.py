@@ -26,7 +26,7 @@ from mlx_server.errors import (
 )
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.pool.catalog import Catalog, Offer
-from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
+from mlx_server.pool.pooled_model import Lease, LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker, UnwantedError
 from mlx_server.request import FinishReason
 
@@ -38,31 +38,6 @@ _SWEEP_S = 1.0
 _MAX_DEATHS = 3
 _TOGETHER_S = 1.0
 """If so many engines die in a row and no request has been answered between, replacing them does not help."""
-
-
-class Lease:
-    """The use of a model: the model is not unloaded for another until the lease ends. A context manager that gives the
-    engine."""
-
-    def __init__(self, model: PooledModel, on_end: Callable[[PooledModel], None]) -> None:
-        model.num_users += 1
-        self._model: PooledModel | None = model
-        self._on_end = on_end
-
-    def __enter__(self) -> AsyncEngine:
-        assert self._model is not None, "the lease has ended"
-        assert self._model.engine is not None, "a model in use has an engine"
-        return self._model.engine
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Idempotent."""
-        if self._model is not None:
-            model, self._model = self._model, None
-            model.num_users -= 1
-            self._on_end(model)
 
 
 class ModelPool:
@@ -163,8 +138,8 @@ class ModelPool:
         model = self.find(name)
         while True:
             self._check_alive()
-            if model.is_ready and not model.is_yielding:
-                return Lease(model, self._on_used)
+            if model.takes_new(self._clock()):
+                return Lease(model, self._clock, self._on_used)
             if model.is_loaded:
                 await self._changes.wait()
                 continue
@@ -172,7 +147,7 @@ class ModelPool:
                 raise model.refusal(model.failure, self._clock())
             # Counted while it waits, so that the model is not unloaded for the next one before this request has used
             # it.
-            lease = Lease(model, self._on_used)
+            lease = Lease(model, self._clock, self._on_used)
             try:
                 await self._wait_for_load(model)
                 if model.is_ready:
@@ -266,8 +241,7 @@ class ModelPool:
             raise EngineDeadError(death)
 
     def _on_used(self, model: PooledModel) -> None:
-        model.last_used_s = self._clock()
-        if model.num_users == 0:
+        if not model.users:
             self._changes.notify()
 
     async def _wait_for_load(self, model: PooledModel) -> None:

@@ -6,6 +6,7 @@ import enum
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlx_server.engine.engine import AsyncEngine
@@ -41,13 +42,40 @@ class LoadResult(enum.StrEnum):
     GIVEN_UP = "given_up"
 
 
+class Lease:
+    """The use of a model: the model is not unloaded for another until the lease ends. A context manager that gives the
+    engine."""
+
+    def __init__(self, model: PooledModel, clock: Callable[[], float], on_end: Callable[[PooledModel], None]) -> None:
+        self.since_s = clock()
+        model.users.add(self)
+        self._model: PooledModel | None = model
+        self._clock = clock
+        self._on_end = on_end
+
+    def __enter__(self) -> AsyncEngine:
+        assert self._model is not None, "the lease has ended"
+        assert self._model.engine is not None, "a model in use has an engine"
+        return self._model.engine
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Idempotent."""
+        if self._model is not None:
+            model, self._model = self._model, None
+            model.end_use(self, self._clock())
+            self._on_end(model)
+
+
 @dataclass(slots=True, eq=False)
 class PooledModel:
     """A model and its engine, which it has while LOADING, READY or DRAINING. Only the pool changes it.
 
     `need` is the last estimate of the memory that it needs, `share` what is booked for it while it has an engine.
-    `past` is the engine of an earlier load, for its counts. `num_users` counts requests that use the engine or wait for
-    it to load. While `is_yielding`, new requests wait, so that the model becomes idle and can make room for another.
+    `past` is the engine of an earlier load, for its counts. `users` has the leases of requests that use the engine or
+    wait for it to load. While `is_yielding`, the model is to become idle and make room for another (`takes_new`).
     After `retry_s`, a model that is not loaded because of `failure` may be loaded again. `num_deaths` counts engines
     that have died, the last one at `died_s`. While a model `is_lost`, its engine has died, and it should be loaded
     again without a request. `keep_alive_s` is the idle time that a client asked for, until the model is unloaded:
@@ -62,14 +90,17 @@ class PooledModel:
     past: AsyncEngine | None = None
     failure: Exception | None = None
     retry_s: float = 0.0
-    num_users: int = 0
+    users: set[Lease] = field(default_factory=set)
     loads: Counter[LoadResult] = field(default_factory=lambda: Counter(dict.fromkeys(LoadResult, 0)))
     ready_s: float = 0.0
     num_deaths: int = 0
     died_s: float = -math.inf
     last_used_s: float = 0.0
+    longest_use_s: float = 0.0
     load_progress: float = 0.0
     is_yielding: bool = False
+    first_users: frozenset[Lease] = frozenset()
+    closes_s: float = 0.0
     is_lost: bool = False
     keep_alive_s: float | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -104,6 +135,11 @@ class PooledModel:
         return self.state in (ModelState.UNLOADED, ModelState.FAILED)
 
     @property
+    def num_users(self) -> int:
+        """Requests that use the engine or wait for it to load."""
+        return len(self.users)
+
+    @property
     def is_wanted(self) -> bool:
         """Whether a load of the model has a purpose: a request waits for it, or it is loaded without one."""
         return self.num_users > 0 or self.spec.is_pinned or self.is_lost
@@ -125,6 +161,28 @@ class PooledModel:
     @property
     def held_bytes(self) -> int:
         return 0 if self.share is None else self.share.need.total_bytes
+
+    def takes_new(self, now: float) -> bool:
+        """Whether a new request may use the model now. One that yields takes new requests as long as any of its first
+        users, those from before it yielded, goes on: until then nobody else could use its memory. After `closes_s` it
+        takes none, so that those it has taken can end in time for the other model."""
+        if self.is_yielding and (now >= self.closes_s or self.users.isdisjoint(self.first_users)):
+            return False
+        return self.is_ready
+
+    def begin_yield(self, now: float, deadline_s: float) -> None:
+        """The model becomes idle as soon as it can, by `deadline_s` if its requests take no longer than the longest so
+        far."""
+        self.closes_s = deadline_s - max(self.longest_use_s, *(self._use_s(lease, now) for lease in self.users))
+        self.is_yielding, self.first_users = True, frozenset(self.users)
+
+    def end_yield(self) -> None:
+        self.is_yielding, self.first_users = False, frozenset()
+
+    def end_use(self, lease: Lease, now: float) -> None:
+        self.users.discard(lease)
+        self.last_used_s = now
+        self.longest_use_s = max(self.longest_use_s, self._use_s(lease, now))
 
     def refusal(self, failure: Exception, now: float) -> ServeError:
         """The error for requests while the model is not loaded because of `failure`; a new one for each request."""
@@ -148,6 +206,7 @@ class PooledModel:
         self._move((ModelState.LOADING,), ModelState.READY)
         self.loads[LoadResult.READY] += 1
         self.ready_s = self.last_used_s = now
+        self.longest_use_s = 0.0
         self.is_lost = False
         self.load_progress = 1.0
 
@@ -170,9 +229,12 @@ class PooledModel:
         self.past = self.engine
         self._drop_engine()
 
+    def _use_s(self, lease: Lease, now: float) -> float:
+        return now - max(lease.since_s, self.ready_s)
+
     def _drop_engine(self) -> None:
         self.engine = None
-        self.is_yielding = False
+        self.end_yield()
         if not self.is_lost:
             self.keep_alive_s = None
         if self.share is not None:

@@ -41,9 +41,11 @@ class RoomMaker:
     """Makes room within the budget: cuts unused KV blocks, or else unloads idle models, least recently used first.
 
     Models in use are never unloaded for another. With `when_full = wait`, a model that has been ready for `residency_s`
-    yields, and the one that was loaded earliest yields first: its open requests go on, and its new ones wait until it
-    has been unloaded and its turn to be loaded comes again. So every request is served, under any load on any number of
-    models.
+    yields, and the one that was loaded earliest yields first: its open requests go on. When the last of them has ended,
+    or no time is left for more before `room_timeout_s`, new requests for it wait until it has been unloaded and its
+    turn to be loaded comes again. So every request is served, under any load on any number of models. Example: beside a
+    stream with 42 s to go, a request for another model comes. Short requests for the first one are served in these 42 s
+    as before, since the other model could not be loaded without them either.
 
     A model that fits without a model in use being unloaded does not wait for another that is making room
     (`make_at_once`). Models that yield stay reserved for the one they yield to, and models that were unloaded for it
@@ -103,7 +105,7 @@ class RoomMaker:
         finally:
             self._gave_way.clear()
             for other in self._loaded():
-                other.is_yielding = False
+                other.end_yield()
             self._changes.notify()
 
     def _is_missing(self, model: PooledModel, need: MemoryNeed) -> bool:
@@ -154,7 +156,7 @@ class RoomMaker:
         turn_s = first.ready_s + self._settings.residency_s
         if turn_s > now:
             return min(turn_s, deadline_s)
-        first.is_yielding = True
+        first.begin_yield(now, deadline_s)
         return deadline_s
 
     def _refusal(self, name: str, need: MemoryNeed) -> str:

@@ -32,8 +32,8 @@ from mlx_server.model_entries import ModelEntry
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.pool import model_pool
 from mlx_server.pool.catalog import Catalog
-from mlx_server.pool.model_pool import Lease, ModelPool
-from mlx_server.pool.pooled_model import LoadResult, ModelState
+from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.pooled_model import Lease, LoadResult, ModelState
 from mlx_server.request import FinishReason
 from mlx_server.runtime.memory import MemoryReading
 from mlx_server.tiers import Tier
@@ -847,7 +847,8 @@ async def test_waiting_has_an_end():
 
 
 async def test_a_busy_model_yields_when_its_time_is_over():
-    """a is never idle, for there is always a new request; b waits for its turn all the same."""
+    """a is never idle, for there is always a new request; b waits for its turn all the same. New requests for a go on
+    as long as those from before it yielded."""
     async with world_of("a", "b", limit_mib=100, residency_s=0.05) as world:
         first = await world.pool.acquire("a")
         waiting = asyncio.create_task(world.pool.acquire("b"))
@@ -858,13 +859,39 @@ async def test_a_busy_model_yields_when_its_time_is_over():
         second_again = await world.pool.acquire("a")
         second.end()
         await until(lambda: world.pool.find("a").is_yielding)
+        beside = await asyncio.wait_for(world.pool.acquire("a"), 1.0)
+        second_again.end()
         late = asyncio.create_task(world.pool.acquire("a"))
         await asyncio.sleep(0.02)
         assert not late.done()
-        second_again.end()
+        beside.end()
         lease = await waiting
         assert world.loaded() == {"b"}
         lease.end()
+        (await late).end()
+        assert world.factory.loads() == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("how", ["open for 50 s", "ended after 50 s"])
+async def test_a_model_that_yields_takes_only_what_can_end_in_time(how: str):
+    """Requests for a have taken 50 s, and b waits for up to 120 s: new ones for a are taken for 70 s."""
+    async with world_of("a", "b", limit_mib=100, residency_s=10.0, room_timeout_s=120.0) as world:
+        long = await world.pool.acquire("a")
+        world.now_s += 50.0
+        if how == "ended after 50 s":
+            first, _ = await world.pool.acquire("a"), long.end()
+        else:
+            first = long
+        waiting = asyncio.create_task(world.pool.acquire("b"))
+        await until(lambda: world.pool.find("a").is_yielding)
+        world.now_s += 69.0
+        (await asyncio.wait_for(world.pool.acquire("a"), 1.0)).end()
+        world.now_s += 1.0
+        late = asyncio.create_task(world.pool.acquire("a"))
+        await asyncio.sleep(0.02)
+        assert not late.done()
+        first.end()
+        (await waiting).end()
         (await late).end()
         assert world.factory.loads() == ["a", "b", "a"]
 
@@ -877,6 +904,8 @@ async def test_room_is_made_for_nobody_who_has_gone(asked: str):
         ask = world.pool.acquire if asked == "by requests" else world.pool.load
         waiting = [asyncio.create_task(ask("b")) for _ in range(2)]
         await until(lambda: world.pool.find("a").is_yielding)
+        first, lease = lease, await world.pool.acquire("a")
+        first.end()
         late = asyncio.create_task(world.use("a"))
         waiting.pop().cancel()
         await asyncio.sleep(0.02)
