@@ -58,6 +58,7 @@ class Engine:
     stopped_after_s: float | None = None
     idle_kv_bytes: int = 0
     gives: bool = True
+    gives_at_once: int = 2**62
 
     @property
     def share(self) -> MemoryShare | None:
@@ -66,7 +67,7 @@ class Engine:
     async def give_memory(self, num_bytes: int) -> int:
         if not self.gives:
             return 0
-        given = min(num_bytes, self.idle_kv_bytes)
+        given = min(num_bytes, self.idle_kv_bytes, self.gives_at_once)
         self.idle_kv_bytes -= given
         assert self.share is not None
         self.share.shrink(given)
@@ -966,6 +967,17 @@ async def test_idle_blocks_go_before_models_and_only_as_many_as_are_needed():
         assert world.loaded() == {"a", "b", "c"}
         assert [world.pool.find(name).held_bytes // MIB for name in "abc"] == [100, 100, 100]
         lease.end()
+
+
+async def test_blocks_that_are_given_in_pieces_are_asked_for_again():
+    async with world_of("a", "b", "c", limit_mib=300) as world:
+        for name in "ab":
+            await world.use(name)
+        grow(world, "b", 30)
+        world.factory.made[1].gives_at_once = 20 * MIB
+        await world.use("c")
+        assert world.loaded() == {"a", "b", "c"}
+        assert world.pool.find("b").held_bytes == 100 * MIB
 
 
 async def test_blocks_stay_where_they_would_not_be_enough():
