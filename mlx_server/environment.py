@@ -47,6 +47,16 @@ def expanded(path: str) -> Path:
         ) from error
 
 
+def exists(path: Path) -> bool:
+    """Whether there is anything at the path. Raises `OSError` if that cannot be known, in a folder that may not be read
+    for example: from Python 3.14 on, `Path.exists` says no."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def read_settings(path: Path) -> str:
     """The text of a small file that a user names. Raises `OSError`, `UnicodeDecodeError`, and `ConfigError` for a file
     that is too long, as a device without end is."""

@@ -12,11 +12,11 @@ die() {
   exit 1
 }
 
-is_supported() { "$@" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 </dev/null; }
+is_supported() { "$@" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 16))' >/dev/null 2>&1 </dev/null; }
 
 find_python() {
   local candidate
-  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.{15,14,13,12,11} python; do
     if command -v "$candidate" >/dev/null 2>&1 && is_supported "$candidate"; then
       printf '%s\n' "$candidate"
       return
@@ -28,8 +28,8 @@ find_python() {
 make_venv() {
   local base
   rm -rf "$venv"
-  if command -v uv >/dev/null 2>&1 && uv venv --quiet --python "${PYTHON:->=3.11,<3.14}" "$venv" >&2; then return; fi
-  base=$(find_python) || die "Python 3.11, 3.12 or 3.13 is required, but none was found." \
+  if command -v uv >/dev/null 2>&1 && uv venv --quiet --python "${PYTHON:->=3.11,<3.16}" "$venv" >&2; then return; fi
+  base=$(find_python) || die "Python 3.11 to 3.15 is required, but none was found." \
     "Install one (macOS: brew install python@3.12; Debian: apt-get install python3-venv), or set PYTHON to its path."
   "$base" -m venv "$venv" >&2 || die "$base cannot make a virtual environment in $venv (Debian: apt-get install python3-venv)."
 }
@@ -55,7 +55,7 @@ setup() {
   local wanted=$1 stamp requirement
   local -a requirements=()
   stamp="$root $(cksum <"$root/pyproject.toml")"
-  if [ -d "$venv" ] && ! is_supported "$python"; then say "$venv has no working Python 3.11 to 3.13; creating it again."; fi
+  if [ -d "$venv" ] && ! is_supported "$python"; then say "$venv has no working Python 3.11 to 3.15; creating it again."; fi
   if is_supported "$python"; then
     [ "$(cat "$venv/.installed-dev" 2>/dev/null)" = "$stamp" ] && return
     [ "$wanted" = run ] && [ "$(cat "$venv/.installed-run" 2>/dev/null)" = "$stamp" ] && return

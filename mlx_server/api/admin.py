@@ -13,6 +13,7 @@ from mlx_server.api.auth.authentication import RequireAdmin
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import JsonRoute
 from mlx_server.api.http.middleware import until_disconnect
+from mlx_server.engine.fair_slots import shielded
 from mlx_server.engine.models.facts import folder_of, read_preparation
 from mlx_server.engine.models.store import Fetch, can_be_fetched
 from mlx_server.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
@@ -82,7 +83,7 @@ async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, 
     pull goes on if the caller leaves; `GET /admin/models` shows its progress."""
     fetch = await begin_pull(context, body.model)
     if fetch is not None:
-        await until_disconnect(request, asyncio.shield(fetch.done))
+        await until_disconnect(request, shielded(fetch.done))
     return {"model": body.model, "status": "pulled"}
 
 

@@ -158,6 +158,7 @@ class _Server:
             at_end.push_async_callback(context.shared_store.close)
         at_end.push_async_callback(context.quotas.close)
         at_end.push_async_callback(context.keys.usage.flush)
+        at_end.callback(context.keys.close)
         self._entrance.app = app
         self._entrance.is_open.set()
         warning = exposure_warning(self._settings.host, context.keys)

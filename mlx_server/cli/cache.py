@@ -18,7 +18,7 @@ from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, one_line, size, table
 from mlx_server.config import Config
 from mlx_server.engine.prefixes.model_on_disk import disk_folder
-from mlx_server.environment import expanded
+from mlx_server.environment import exists, expanded
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.disk import LOCK, WriteBudget
 from mlx_server.kv_disk.files import Files
@@ -154,7 +154,7 @@ def _opened(config: Config) -> Iterator[Files]:
     """The files in the configured folder. Raises `ServeError` if there is no such folder, or if the disk fails."""
     folder = disk_folder(config.memory)
     try:
-        if not folder.is_dir():
+        if not (exists(folder) and folder.is_dir()):
             raise ServeError(
                 f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it. "
                 "If the server uses another folder, name it with --kv-disk-dir."

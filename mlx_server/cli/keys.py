@@ -18,6 +18,7 @@ from mlx_server.cli.cache import purge_key
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import ago, one_line, table
 from mlx_server.config import Config
+from mlx_server.environment import exists
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.setting import nearest
 
@@ -132,7 +133,7 @@ def _add_key_flags(parser: argparse.ArgumentParser) -> None:
 def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
     """Opens the configured key file, which is created if `creates`. Raises `ServeError`."""
     path = key_file_path(config.server)
-    if not creates and not path.exists():
+    if not creates and not exists(path):
         raise ServeError(f"There are no keys yet ({path} does not exist); `mlx-serve keys create` creates one.")
     try:
         with KeyFile.create(path) if creates else KeyFile(path) as file:

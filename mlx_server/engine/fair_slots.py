@@ -8,11 +8,11 @@ import ctypes
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
@@ -209,15 +209,25 @@ def _start(thread: threading.Thread, stack_bytes: int) -> None:
         threading.stack_size(usual_bytes)
 
 
+async def shielded(work: Awaitable[T]) -> T:
+    """Like `asyncio.shield`: the work goes on if the caller is cancelled. Its error is then dropped; from Python 3.14
+    on, `asyncio.shield` logs it with a traceback."""
+    working = asyncio.ensure_future(work)
+    working.add_done_callback(take_error)
+    await asyncio.wait((working,))
+    return working.result()
+
+
+def take_error(working: asyncio.Future[Any]) -> None:
+    """Marks an error as retrieved, or asyncio would log it if nobody waits for the work."""
+    if not working.cancelled():
+        working.exception()
+
+
 async def in_executor(executor: ThreadPoolExecutor, work: Callable[[], T], on_done: Callable[[], object]) -> T:
     """Runs `work` in a thread, then calls `on_done` on the event loop. If the caller is cancelled, the work goes on and
     keeps what `on_done` gives back, so that clients that leave early do not get more threads."""
 
-    def done(working: asyncio.Future[T]) -> None:
-        if not working.cancelled():
-            working.exception()  # marks it as retrieved: the caller may be gone
-        on_done()
-
     working = asyncio.get_running_loop().run_in_executor(executor, work)
-    working.add_done_callback(done)
-    return await asyncio.shield(working)
+    working.add_done_callback(lambda _: on_done())
+    return await shielded(working)

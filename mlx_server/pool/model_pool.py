@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState
-from mlx_server.engine.fair_slots import in_daemon_thread
+from mlx_server.engine.fair_slots import in_daemon_thread, shielded
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.guard import MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
@@ -164,7 +164,7 @@ class ModelPool:
         self._check_alive()
         if model.failure is not None:
             model.retry_s = 0.0
-        await asyncio.shield(self._use(model))
+        await shielded(self._use(model))
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:

@@ -26,7 +26,9 @@ async def site() -> AsyncIterator[Site]:
         httpx.AsyncClient(base_url=url, timeout=20) as http,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client,
     ):
-        yield Site(switch, url, http, client)
+        site = Site(switch, url, http, client)
+        yield site
+        site.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

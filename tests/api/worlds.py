@@ -58,13 +58,19 @@ class Site:
         self.http = http
         self.openai = client
         self._switch = switch
+        self._at_end = contextlib.ExitStack()
 
     def serve(self, pool: ModelPool, config: Config, clock: Callable[[], float] = time.monotonic) -> ServerContext:
         app = create_app(pool, config, clock=clock)
         self._switch.app = app
         context = app.state.context
         assert isinstance(context, ServerContext)
+        self.close()
+        self._at_end.callback(context.keys.close)
         return context
+
+    def close(self) -> None:
+        self._at_end.close()
 
 
 @contextlib.asynccontextmanager

@@ -355,12 +355,14 @@ async def test_how_loads_end_is_counted():
 
 async def test_a_load_may_be_given_up_before_it_has_begun():
     async with world_of("a") as world:
+        world.factory.gate.clear()
         waiting = asyncio.create_task(world.pool.acquire("a"))
         giving_up = asyncio.create_task(world.pool.unload("a", 0.0))
         with pytest.raises(OverloadedError, match="was cancelled"):
             await waiting
         await giving_up
         assert world.states() == {"a": "unloaded"}
+        world.factory.gate.set()
         await world.use("a")
 
 

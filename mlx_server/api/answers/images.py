@@ -329,8 +329,9 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         return address.is_global and not address.is_multicast
     if any(address in network for network in _WITH_IPV4):
         return _is_public(ipaddress.IPv4Address(address.packed[-4:]))
-    inner = address.sixtofour
-    return address in _UNICAST and address.is_global and (inner is None or _is_public(inner))
+    if (inner := address.sixtofour) is not None:
+        return _is_public(inner)
+    return address in _UNICAST and address.is_global
 
 
 def _is_address(host: str) -> bool:

@@ -36,6 +36,7 @@ from mlx_server.api.auth.quotas import (
     tokens_refusal,
 )
 from mlx_server.api.shared_store import SharedStore, StoreAwayError
+from mlx_server.engine.fair_slots import shielded
 from mlx_server.tiers import Tier
 
 T = TypeVar("T")
@@ -291,7 +292,7 @@ class FleetQuotas(Quotas):
         async with self._store.turn(share.lock):
             calling = self._start(self._call(share, demand))
             try:
-                reply = await asyncio.shield(calling)
+                reply = await shielded(calling)
             except asyncio.CancelledError:
                 await asyncio.wait([calling])
                 if calling.exception() is None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_server.environment import exists
 from mlx_server.errors import ConfigError, InvalidRequestError
 
 PREFIX = "mlxs"
@@ -111,14 +112,16 @@ class KeyFile:
     def __init__(self, path: Path, *, timeout_s: float = 5.0) -> None:
         """Opens an existing file. Raises `ConfigError` if it is not a key file of this version."""
         self._path = path
-        try:
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=timeout_s)
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        except sqlite3.Error as error:
-            raise ConfigError(f"{path} cannot be read as a file of keys: {error}.{_hint(path)}") from error
-        if version != _FORMAT:
-            self._db.close()
-            raise ConfigError(f"{path} is not a file of keys that this version can read (format {version}).")
+        with contextlib.ExitStack() as on_error:
+            try:
+                self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=timeout_s)
+                on_error.callback(self._db.close)
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            except sqlite3.Error as error:
+                raise ConfigError(f"{path} cannot be read as a file of keys: {error}.{_hint(path)}") from error
+            if version != _FORMAT:
+                raise ConfigError(f"{path} is not a file of keys that this version can read (format {version}).")
+            on_error.pop_all()
 
     @classmethod
     def create(cls, path: Path) -> KeyFile:
@@ -127,11 +130,11 @@ class KeyFile:
         `sqlite3.Error`."""
         path = Path(os.path.realpath(path))  # a link stays one
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.stat().st_size == 0:
+        if not exists(path) or path.stat().st_size == 0:
             folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
-                if not path.exists():
+                if not exists(path):
                     _write_new(path)
                 elif path.stat().st_size == 0:
                     _fill(path)

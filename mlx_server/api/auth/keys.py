@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mlx_server.api.auth.key_file import KeyFile, KeyText, Usage, parse_key
 from mlx_server.config import Config, ServerConfig, home
-from mlx_server.environment import expanded, read_settings
+from mlx_server.environment import exists, expanded, read_settings
 from mlx_server.errors import AuthenticationError, ConfigError, OverloadedError, PermissionDeniedError
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
@@ -115,7 +115,11 @@ class KeyRing:
         """Raises `ConfigError` for a file that cannot be read."""
         server = config.server
         path = key_file_path(server)
-        if path.exists():
+        try:
+            is_there = exists(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read as a file of keys: {error}.") from error
+        if is_there:
             KeyFile(path).close()
         elif server.key_file is not None:
             raise ConfigError(f"key_file: {path} does not exist; `mlx-serve keys create --key-file {path}` makes it.")
@@ -163,6 +167,10 @@ class KeyRing:
         self.usage.add(parsed.key_id)
         return Caller(parsed.key_id, tier, is_admin=tier.admin)
 
+    def close(self) -> None:
+        """Closes the key file. The next request with a key would open it again."""
+        self._file.close()
+
     def revoked(self, key_ids: Iterable[str]) -> frozenset[str]:
         """Which of these keys have been revoked. Empty while the key file is missing or cannot be read."""
         return frozenset(key_id for key_id in key_ids if self._file.is_revoked(key_id))
@@ -191,7 +199,7 @@ class _WatchedFile:
         """Whether the file exists or has existed. If its folder cannot be read, it counts as existing."""
         if not self._was_seen:
             try:
-                self._was_seen = self._path.exists()
+                self._was_seen = exists(self._path)
             except OSError:  # the folder is not readable
                 self._was_seen = True
         return self._was_seen
@@ -225,6 +233,11 @@ class _WatchedFile:
             return False  # logged at the next request
         return secret is None or secret.is_revoked
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _current(self) -> KeyFile | None:
         """The open file at the path; None if there is none."""
         try:
@@ -233,9 +246,7 @@ class _WatchedFile:
             return None
         inode = (status.st_dev, status.st_ino)
         if self._file is None or self._inode != inode:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self.close()
             self._file, self._inode = KeyFile(self._path, timeout_s=_LOOKUP_TIMEOUT_S), inode
         return self._file
 

@@ -25,6 +25,7 @@ from mlx_server.api.http import sse
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.models.facts import read_preparation
+from mlx_server.environment import exists
 from mlx_server.errors import ConfigError
 from mlx_server.observability.engine_metrics import Histogram
 from mlx_server.pool.model_pool import ModelPool
@@ -132,7 +133,7 @@ def _key_records(context: ServerContext) -> list[dict[str, Any]]:
     """The keys that are not revoked, last used first, with their usage. Reads the key file."""
     path = key_file_path(context.config.server)
     try:
-        if not path.exists():
+        if not exists(path):
             return []
         with KeyFile(path) as file:
             records = [record for record in file.records() if record.revoked_s is None]

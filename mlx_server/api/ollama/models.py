@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import time
@@ -30,6 +29,7 @@ from mlx_server.api.ollama.output import NDJSON, line, timestamp
 from mlx_server.api.ollama.request import ERROR_RESPONSES, ModelBody, default_true, find_name, listed
 from mlx_server.api.openai.fields import Bool
 from mlx_server.engine.embeddings import capabilities
+from mlx_server.engine.fair_slots import shielded
 from mlx_server.engine.models.facts import ModelFacts, read_facts
 from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.environment import version
@@ -239,10 +239,11 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
     if fetch is None:
         return _streamed(None) if body.stream else JSONResponse(_SUCCESS)
     if not body.stream:
-        await until_disconnect(request, asyncio.shield(fetch.done))
+        await until_disconnect(request, shielded(fetch.done))
         return JSONResponse(_SUCCESS)
-    with contextlib.suppress(TimeoutError):  # an error that comes at once gets a status
-        await asyncio.wait_for(asyncio.shield(fetch.done), _PULL_PERIOD_S)
+    await asyncio.wait((fetch.done,), timeout=_PULL_PERIOD_S)
+    if fetch.done.done():  # an error that comes at once gets a status
+        fetch.done.result()
     return _streamed(fetch)
 
 

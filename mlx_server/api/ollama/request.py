@@ -28,6 +28,7 @@ from mlx_server.api.http.request_bounds import check_name
 from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Penalty, Refused, StopStrings
+from mlx_server.engine.fair_slots import shielded
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.pool.access import check_model_access
 from mlx_server.pool.catalog import LATEST_TAG
@@ -260,5 +261,5 @@ async def unload(body: OllamaFields, request: Request, context: ServerContext) -
     name = await find_name(context.pool, body.model)
     check_model_access(context.pool, caller_of(request).tier, name)
     context.pool.keep_alive(name, 0.0)
-    await asyncio.shield(context.pool.expire_idle())  # goes on if the client disconnects
+    await shielded(context.pool.expire_idle())  # goes on if the client disconnects
     return body.model or plain(context.pool.find(name).name)

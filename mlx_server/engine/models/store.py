@@ -17,7 +17,7 @@ import huggingface_hub
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_server.config import home
-from mlx_server.engine.fair_slots import in_daemon_thread
+from mlx_server.engine.fair_slots import in_daemon_thread, take_error
 from mlx_server.errors import OverloadedError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models.bundled import SMOLLM2
@@ -150,7 +150,7 @@ class Fetches:
         running = self._running.get(name)
         if running is None:
             task = asyncio.create_task(self._fetch(name), name=f"fetch {name}")
-            task.add_done_callback(_take_error)
+            task.add_done_callback(take_error)
             running = self._running[name] = Fetch(name, task)
         return running
 
@@ -177,9 +177,3 @@ class Fetches:
 def can_be_fetched(name: str) -> bool:
     """Whether such a name can be fetched: the bundled model's, or a hub id or its page. The hub may not have it."""
     return name == SMOLLM2.name or hub_id(name) is not None
-
-
-def _take_error(task: asyncio.Task[None]) -> None:
-    """Marks a fetch's error as retrieved, or asyncio would log it if nobody waits for the fetch."""
-    if not task.cancelled():
-        task.exception()

@@ -77,6 +77,5 @@ class HiddenStates:
 
 def _counted_down(counts: Sequence[int]) -> IntArray:
     """For each count the numbers from it down to 1: for 2 and 3, 2 1 3 2 1."""
-    ends = np.cumsum(counts)
-    left: IntArray = np.repeat(ends, counts) - np.arange(ends[-1])
-    return left
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.repeat(ends, counts) - np.arange(ends[-1], dtype=np.int32)

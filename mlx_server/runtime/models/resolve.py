@@ -12,7 +12,7 @@ import mlx.core as mx
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from mlx_server.config import WHOLE_WEIGHTS
-from mlx_server.environment import expanded
+from mlx_server.environment import exists, expanded
 from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models import random_models
@@ -53,11 +53,11 @@ def _resolved(name: str, dtype: str) -> Path:
         is_expanded = dtype == "float32" and mx.default_device() == mx.cpu
         return pull_bundled(weight_format=WeightFormat.FLOAT32 if is_expanded else None)
     path = expanded(name)
-    if path.is_dir():
-        return _checked(path)
-    if path.is_file() and path.suffix == ".gguf":
-        return _checked(gguf_folder(name, path))
-    if path.exists():
+    if exists(path):
+        if path.is_dir():
+            return _checked(path)
+        if path.is_file() and path.suffix == ".gguf":
+            return _checked(gguf_folder(name, path))
         raise ModelLoadError(f"{name} is a file; a model is a folder in mlx-lm's format, or a .gguf file.")
     if path.suffix == ".gguf" and _is_local(name, path):
         raise UnknownModelError(

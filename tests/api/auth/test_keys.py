@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import logging
+import os
 import sqlite3
 import stat
 import threading
@@ -413,6 +415,7 @@ async def test_a_file_of_something_else_is_refused(tmp_path: Path):
     ("settings", "words"),
     [
         ({"key_file": "{path}/none.sqlite"}, "does not exist; `mlx-serve keys create --key-file"),
+        ({"key_file": "{path}/" + "x" * 300}, "cannot be read as a file of keys: .*too long"),
         ({"api_key_file": "{path}/none"}, "api_key_file: .* cannot be read"),
         ({"admin_key_file": "{path}/empty"}, "admin_key_file: .* must hold one line"),
         ({"api_key_file": "{path}/two"}, "must hold one line"),
@@ -426,6 +429,18 @@ async def test_keys_that_cannot_be_read_are_reported_at_the_start(tmp_path: Path
     server = ServerConfig(**{name: value.format(path=tmp_path) for name, value in settings.items()})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
         KeyRing(Config(server=server))
+
+
+async def test_keys_are_required_while_nobody_can_know_whether_there_are_any(monkeypatch: pytest.MonkeyPatch):
+    """The folder of the keys may not be read any more."""
+    ring = KeyRing(Config())
+    assert not ring.requires_keys
+
+    def refused(path: Path, **options: Any) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert ring.requires_keys
 
 
 async def test_the_shared_and_the_admin_key_may_come_from_files(world: World, tmp_path: Path):

@@ -213,8 +213,9 @@ async def test_connections_are_accepted_a_few_at_a_time(listener: GuardedListene
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(socket.create_connection(listener.getsockname(), timeout=2))
-        async with await loop.create_server(asyncio.Protocol, sock=listener, backlog=config.backlog):
-            await until(lambda: sizes.total() >= 60)
+        server = await loop.create_server(asyncio.Protocol, sock=listener, backlog=config.backlog)
+        stack.callback(server.close)
+        await until(lambda: sizes.total() >= 60)
     ticking.cancel()
     assert max(sizes.values()) <= 17
 

@@ -160,4 +160,4 @@ async def test_who_waits_for_something_else_gives_the_turn_back():
     assert await turn.in_thread(lambda: 7) == 7
     assert workers.slots.num_held == 1
     turn.end()
-    assert workers.slots.num_held == 0
+    await until(lambda: workers.slots.num_held == 0)

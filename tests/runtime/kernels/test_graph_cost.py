@@ -26,6 +26,9 @@ from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.layers.adapters import AdapterRows
 
+counts_calls = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="from Python 3.12 on, tracing functions are not told all instructions"
+)
 CALLS = {dis.opmap[name] for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") if name in dis.opmap}
 BATCH = 8
 CONTEXT = 1000
@@ -110,6 +113,7 @@ def calls_of_mlx_lm(num_layers: int) -> int:
     return CallCounter().of(lambda: model(token, cache=cache))
 
 
+@counts_calls
 def test_the_counter_counts_calls_of_all_kinds() -> None:
     assert CallCounter().of(lambda: mx.ones((3,))) == 0  # from here
     namespace: dict[str, Any] = {"mx": mx}
@@ -119,6 +123,7 @@ def test_the_counter_counts_calls_of_all_kinds() -> None:
     assert CallCounter().of(lambda: namespace["f"](namespace["A"]())) == 4  # b, abs, zeros, len
 
 
+@counts_calls
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_layer_costs_hardly_more_calls_than_mlx_lms_own(monkeypatch: pytest.MonkeyPatch, alike: bool) -> None:
     """Of a step with decodes in several work items: a write, a decode and a merge a layer, in place of one update and

@@ -31,7 +31,7 @@ from mlx_server.runtime.layers import fixed_rows
 from mlx_server.runtime.layers.fixed_rows import FixedRows
 from mlx_server.runtime.layers.products import own_product
 from mlx_server.runtime.models import loader, random_models
-from tests.runtime.kernels.test_graph_cost import CallCounter
+from tests.runtime.kernels.test_graph_cost import CallCounter, counts_calls
 
 SHAPE = ProductShape(num_columns=64, depth=128, bits=4, group_size=32, dtype=mx.float32)
 SHAPES = [(96, 32), (96, 8), (64, 4)]
@@ -316,6 +316,7 @@ def test_a_measurement_chains_layers_until_caches_are_cold(monkeypatch: pytest.M
     assert [rows for _, rows in kernels.launches] == [rows for rows in ROW_COUNTS for _ in range(3 * turns)]
 
 
+@counts_calls
 def test_building_a_product_is_one_launch_and_few_calls() -> None:
     """Beside MLX's own layer, for rows as the server has them, `[T, 1, K]`, which need no other shape."""
     kernels = HostKernels()
