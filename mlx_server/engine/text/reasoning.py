@@ -89,7 +89,8 @@ class _Phase(enum.Enum):
 
 
 class ReasoningConstraint:
-    """Leaves the reasoning free, and constrains only the answer after it by `answer` (a `request.TokenConstraint`).
+    """Leaves the reasoning free, and constrains only the answer after it by `answer` (a `request.TokenConstraint`). The
+    output cannot end before the answer.
 
     The reasoning ends with its end marker, which is forced after `max_tokens` tokens. One line break or two may follow
     it, as models usually write. Without `is_open`, an output that does not begin with the start marker is only an
@@ -115,6 +116,9 @@ class ReasoningConstraint:
         self._max_tokens = max_tokens
         self._start_ids = tokenizer.encode(markers.start, add_special_tokens=False)
         self._end_ids = tokenizer.encode(markers.end, add_special_tokens=False)
+        # Tokens that would end the output in its reasoning; an end marker may have one itself.
+        self._forbidden_ids = frozenset(() if answer is None else tokenizer.eos_token_ids).difference(self._end_ids)
+        self._reasoning_mask = None if answer is None else self._all_but(self._forbidden_ids, vocab_size)
         self._has_answer_start = bool(markers.answer_start)
         answer_start = "" if is_answer_opened or answer is None else markers.answer_start
         self._answer_start_ids = tokenizer.encode(answer_start, add_special_tokens=False)
@@ -137,6 +141,8 @@ class ReasoningConstraint:
     def accept(self, token_id: int) -> bool:
         """Advances by one token. Returns False, and changes nothing, if the token is not allowed."""
         if self._pending and token_id != self._pending[0]:
+            return False
+        if self.is_reasoning and not self._pending and token_id in self._forbidden_ids:
             return False
         is_marker = bool(self._pending)
         self._pending = self._pending[1:]
@@ -176,7 +182,7 @@ class ReasoningConstraint:
         if self._pending:
             return _with_tokens(bytes(self._num_mask_bytes), self._pending[:1])
         if self._phase is _Phase.REASONING or self._answer is None:
-            return None
+            return self._reasoning_mask
         mask = self._answer.bitmask()
         if mask is None or self._phase is _Phase.ANSWER:
             return mask
@@ -190,6 +196,12 @@ class ReasoningConstraint:
     def error(self) -> InvalidRequestError | None:
         """Why the answer's grammar has failed, if it has."""
         return None if self._answer is None else self._answer.error
+
+    def _all_but(self, token_ids: Iterable[int], vocab_size: int) -> bytes:
+        bits = (1 << vocab_size) - 1
+        for token_id in token_ids:
+            bits &= ~(1 << token_id)
+        return bits.to_bytes(self._num_mask_bytes, "little")
 
     def _reason(self, token_id: int, is_marker: bool) -> None:
         self._num_reasoning += not is_marker

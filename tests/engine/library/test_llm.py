@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from mlx_server import LLM, AsyncLLM, SamplingParams
 from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, ModelNotFoundError
+from mlx_server.request import FinishReason
 from tests.adapter_files import plain_model, write_adapter
 from tests.embedders import save_embedder
 from tests.engine_worlds import built, greedy, make_folder, make_llm
@@ -161,6 +163,18 @@ def test_structured_outputs_bind_a_chat_s_answer_and_leave_its_reasoning_free(re
     params = greedy(9, structured_outputs={"choice": ["a[ARGS]b"]})
     (named,) = reasoning_llm.chat([{"role": "user", "content": "no"}], params, use_tqdm=False)
     assert named.text == "a[ARGS]b", "a special token that the choice names is its text"
+
+
+def test_a_model_that_ends_in_its_reasoning_ends_there_unless_an_answer_has_to_come(reasoning_llm: LLM) -> None:
+    ended = replace(preferring(reasoning_llm, "<|im_end|>", 9), ignore_eos=False)
+    bound = replace(ended, structured_outputs={"choice": ["yes", "no"]})
+    (end,) = ended.logit_bias
+    also = replace(bound, logit_bias={end: 100.0, reasoning_llm.engine.tokenizer.added_tokens["[/THINK]"]: 90.0})
+    chats = [[{"role": "user", "content": "a"}]] * 3
+    found = reasoning_llm.chat(chats, [ended, bound, also], use_tqdm=False)
+    assert (found[0].token_ids, found[0].finish_reason) == ((end,), FinishReason.STOP)
+    assert (len(found[1].token_ids), found[1].finish_reason) == (9, FinishReason.LENGTH), "it goes on reasoning"
+    assert re.fullmatch(r"\[/THINK\]\n?(yes|no)", found[2].text)
 
 
 def test_each_prompt_and_each_chat_may_have_parameters_of_its_own(llm: LLM) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from constraint_worlds import MODEL, WORLD, accepts, ids_of, spec_of, start
+from constraint_worlds import EOS_ID, MODEL, WORLD, accepts, ids_of, spec_of, start
 from text_worlds import make_tokenizer
 
+from mlx_server.batching.speculation.drafting import allowed_drafts
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningMarkers, find_reasoning_markers
 from mlx_server.engine.text.tokenizer import Tokenizer
@@ -14,6 +15,7 @@ from tests.embedders import embedder_tokenizer
 
 THINK = ReasoningMarkers("<think>", "</think>")
 THINK_ID, END_THINK_ID = ids_of("<think>")[0], ids_of("</think>")[0]
+ANY_BUT_ENDS = set(range(WORLD.vocab_size)) - WORLD.eos_token_ids
 
 
 def thinking(*, is_open: bool, max_tokens: int | None = None, **grammar: Any) -> ReasoningConstraint:
@@ -24,7 +26,7 @@ def thinking(*, is_open: bool, max_tokens: int | None = None, **grammar: Any) ->
 def test_reasoning_is_free_and_the_answer_is_not() -> None:
     constraint = thinking(is_open=True, choice=["the"])
     assert constraint.is_reasoning
-    assert constraint.bitmask() is None
+    assert MODEL.allowed_ids(constraint) == ANY_BUT_ENDS
     assert constraint.forced_tokens() == []
     assert accepts(constraint, "anything at all")
     assert not constraint.is_terminated()
@@ -38,6 +40,16 @@ def test_reasoning_is_free_and_the_answer_is_not() -> None:
     assert MODEL.allowed_ids(constraint) == WORLD.eos_token_ids
 
 
+def test_no_output_ends_in_its_reasoning_while_an_answer_has_to_come() -> None:
+    constraint = thinking(is_open=True, choice=["the"])
+    assert not constraint.accept(EOS_ID)
+    assert accepts(constraint, "x</think>the")
+    assert constraint.accept(EOS_ID)
+    ahead = allowed_drafts((*ids_of("x"), EOS_ID, *ids_of("y")), thinking(is_open=True, choice=["the"]))
+    assert ahead.token_ids == tuple(ids_of("x"))
+    assert thinking(is_open=True, max_tokens=9).accept(EOS_ID), "nothing has to come"
+
+
 def test_an_output_may_open_reasoning_or_answer_at_once() -> None:
     direct = thinking(is_open=False, choice=["the"])
     assert MODEL.allowed_ids(direct) == {THINK_ID, *ids_of("the")}
@@ -45,7 +57,7 @@ def test_an_output_may_open_reasoning_or_answer_at_once() -> None:
     assert direct.is_terminated()
     reasoned = thinking(is_open=False, choice=["the"])
     assert accepts(reasoned, "<think>")
-    assert reasoned.bitmask() is None
+    assert MODEL.allowed_ids(reasoned) == ANY_BUT_ENDS
     assert accepts(reasoned, "x</think>the")
     assert reasoned.is_terminated()
     assert not accepts(thinking(is_open=False, choice=["the"]), "x")
@@ -62,7 +74,7 @@ def test_the_end_marker_is_found_in_any_tokenisation() -> None:
 def test_a_spent_budget_forces_the_end_marker() -> None:
     constraint = thinking(is_open=False, max_tokens=3, choice=["the"])
     assert accepts(constraint, "<think>ab")
-    assert constraint.bitmask() is None
+    assert MODEL.allowed_ids(constraint) == ANY_BUT_ENDS
     assert accepts(constraint, "c")
     assert MODEL.allowed_ids(constraint) == {END_THINK_ID}
     assert not accepts(constraint, "d")
