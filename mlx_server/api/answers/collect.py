@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
-from mlx_server.engine.tools.parser import ToolCallDelta
+from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, in_order
+from mlx_server.engine.tools.parser import ToolCallDelta, calls_of
 from mlx_server.engine.tools.untagged import JsonObjectCursor
 from mlx_server.outputs import PositionLogprobs
 
@@ -20,14 +21,20 @@ def whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
     return replace(first, arguments_fragment="".join(piece.arguments_fragment for piece in pieces))
 
 
+def is_cut_off(arguments: str, finish: Finish | None) -> bool:
+    """Whether a call's arguments are not complete because something else than the model has ended the output (None:
+    nothing has yet)."""
+    is_whole = bool(arguments) and JsonObjectCursor().feed(arguments)[1] is not None
+    return not is_whole and finish is not None and finish.reason != "tool_calls"
+
+
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; empty if the output ended inside them. Complete ones that are not JSON are under
-    the key `invalid_json`, as the model sees them in the history."""
+    """A call's arguments as an object. Those that are not JSON are under the key `invalid_json`, as the model sees them
+    in the history."""
     try:
         parsed = json.loads(arguments)
     except ValueError:
-        is_cut = not arguments or JsonObjectCursor().feed(arguments)[1] is None
-        return {} if is_cut else {"invalid_json": arguments}
+        return {"invalid_json": arguments}
     return parsed if isinstance(parsed, dict) else {}
 
 
@@ -63,7 +70,8 @@ def usage_of(events: Collection[OutputEvent], n: int = 1) -> Usage:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """All choices of a job, in order of their index: an event each, with all of the choice's output in `content`,
-    `reasoning` and `tool_calls` (a piece for each call). Its `delta` is that of the last step."""
+    `reasoning` and `mixed` (a piece for each call, and for each text around them). Its `delta` is that of the last
+    step."""
 
     choices: tuple[OutputEvent, ...]
     usage: Usage
@@ -98,7 +106,7 @@ class _Builder:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: defaultdict[int, list[ToolCallDelta]] = defaultdict(list)
+        self._mixed: list[str | ToolCallDelta] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
@@ -106,19 +114,19 @@ class _Builder:
     def add(self, event: OutputEvent) -> None:
         self._content.append(event.content)
         self._reasoning.append(event.reasoning)
-        for piece in event.tool_calls:
-            self._calls[piece.index].append(piece)
+        self._mixed += in_order(event)
         self._token_ids.extend(event.token_ids)
         self._logprobs.extend(event.logprobs)
         self._prompt_logprobs.extend(event.delta.prompt_logprobs)
         self._last = event
 
     def choice(self) -> OutputEvent:
+        has_calls = any(not isinstance(part, str) for part in self._mixed)
         return replace(
             self._last,
             content="".join(self._content),
             reasoning="".join(self._reasoning),
-            tool_calls=tuple(whole_call(self._calls[index]) for index in sorted(self._calls)),
+            mixed=tuple(_joined(self._mixed)) if has_calls else (),
             delta=replace(
                 self._last.delta,
                 token_ids=tuple(self._token_ids),
@@ -126,3 +134,10 @@ class _Builder:
                 prompt_logprobs=tuple(self._prompt_logprobs),
             ),
         )
+
+
+def _joined(parts: Iterable[str | ToolCallDelta]) -> Iterator[str | ToolCallDelta]:
+    """Joins the texts between calls, and the pieces of each call."""
+    for index, group in groupby(parts, lambda part: None if isinstance(part, str) else part.index):
+        pieces = list(group)
+        yield "".join(map(str, pieces)) if index is None else whole_call(calls_of(pieces))

@@ -19,7 +19,7 @@ from mlx_server.api.auth.quotas import Grant
 from mlx_server.engine.request_stream import RequestStream
 from mlx_server.engine.text.splitters import HarmonySplitter, ReasoningSplit, ReasoningSplitter
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, ToolOutput
+from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, ToolOutput, calls_of
 from mlx_server.errors import ContextLengthError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestTimings
@@ -85,11 +85,12 @@ class Truncation:
 
 
 class Parts(NamedTuple):
-    """A piece of text, split. If both are set, the reasoning comes before the content."""
+    """A piece of text, split. If both are set, the reasoning comes before the content. `mixed` are content and tool
+    calls in the order in which they were written; it is empty without calls."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+    mixed: tuple[str | ToolCallDelta, ...] = ()
 
 
 class OutputParser:
@@ -152,14 +153,17 @@ class OutputParser:
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
-        found, last = self._extractor.append(split.content), self._extractor.finish()
+        found = ToolOutput(self._extractor.append(split.content).parts + self._extractor.finish().parts)
         is_call = self._is_forced and (self._follower is None or not self._follower.is_reasoning)
-        content = "" if is_call else found.content + last.content
-        return self._parts(split.reasoning, ToolOutput(content, found.calls + last.calls))
+        return self._parts(split.reasoning, ToolOutput(found.calls) if is_call else found)
 
     def _parts(self, reasoning: str, found: ToolOutput) -> Parts:
-        calls = found.calls if self._is_parallel else tuple(call for call in found.calls if call.index == 0)
-        return Parts(found.content, reasoning, calls)
+        if not found.calls:
+            return Parts(found.content, reasoning)
+        mixed = found.parts
+        if not self._is_parallel:
+            mixed = tuple(part for part in mixed if isinstance(part, str) or part.index == 0)
+        return Parts(found.content, reasoning, mixed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,16 +215,20 @@ class Finish:
 
 @dataclass(slots=True)  # not frozen, which would take three times as long: each token makes one
 class OutputEvent:
-    """New output of one choice: the text of `delta`, split. Counts are totals so far; `finish` is set on the choice's
-    last event."""
+    """New output of one choice: the text of `delta`, split as in `Parts`. Counts are totals so far; `finish` is set on
+    the choice's last event."""
 
     index: int
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+    mixed: tuple[str | ToolCallDelta, ...] = ()
     finish: Finish | None = None
     num_reasoning_tokens: int = 0
     delta: CompletionDelta = field(default_factory=lambda: CompletionDelta("", ()))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        return calls_of(self.mixed)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -229,6 +237,11 @@ class OutputEvent:
     @property
     def logprobs(self) -> tuple[PositionLogprobs, ...]:
         return self.delta.logprobs
+
+
+def in_order(output: Parts | OutputEvent) -> tuple[str | ToolCallDelta, ...]:
+    """Content and tool calls in the order in which they were written."""
+    return output.mixed or ((output.content,) if output.content else ())
 
 
 Emit = Callable[[list[OutputEvent]], bool]
@@ -422,6 +435,5 @@ class _Choice:
 
 
 def _joined(first: Parts, second: Parts) -> Parts:
-    return Parts(
-        first.content + second.content, first.reasoning + second.reasoning, first.tool_calls + second.tool_calls
-    )
+    mixed = (*in_order(first), *in_order(second)) if first.mixed or second.mixed else ()
+    return Parts(first.content + second.content, first.reasoning + second.reasoning, mixed)

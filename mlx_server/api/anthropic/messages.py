@@ -17,8 +17,8 @@ from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
-from mlx_server.api.answers.collect import Answer, Usage, arguments_object, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
+from mlx_server.api.answers.collect import Answer, Usage, arguments_object, is_cut_off, usage_of
+from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt, in_order
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo, error_responses
@@ -246,25 +246,28 @@ class MessageWriter(Writer):
     def _blocks(self, choice: OutputEvent) -> Iterator[dict[str, Any]]:
         if choice.reasoning and self._shows_thinking:
             yield {"type": "thinking", "thinking": choice.reasoning, "signature": _signature(choice.reasoning)}
-        if choice.content:
-            yield {"type": "text", "text": choice.content}
-        for call in choice.tool_calls:
-            given = arguments_object(call.arguments_fragment)
-            yield {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+        for part in in_order(choice):
+            if isinstance(part, str):
+                yield {"type": "text", "text": part}
+            else:
+                written = part.arguments_fragment
+                given = {} if is_cut_off(written, choice.finish) else arguments_object(written)
+                yield {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
 
     def _pieces(self, event: OutputEvent) -> Iterator[bytes]:
         if event.reasoning and self._shows_thinking:
             yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             self._thinking.append(event.reasoning)
             yield self._delta("thinking_delta", "thinking", event.reasoning)
-        if event.content:
-            yield from self._enter("text", {"type": "text", "text": ""})
-            yield self._delta("text_delta", "text", event.content)
-        for piece in event.tool_calls:
-            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-            yield from self._enter(f"tool_use {piece.index}", block)
-            if piece.arguments_fragment:
-                yield self._delta("input_json_delta", "partial_json", piece.arguments_fragment)
+        for part in in_order(event):
+            if isinstance(part, str):
+                yield from self._enter("text", {"type": "text", "text": ""})
+                yield self._delta("text_delta", "text", part)
+                continue
+            block: dict[str, Any] = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+            yield from self._enter(f"tool_use {part.index}", block)
+            if part.arguments_fragment:
+                yield self._delta("input_json_delta", "partial_json", part.arguments_fragment)
         if event.finish is not None:
             yield from self._leave()
             usage = usage_of([event])

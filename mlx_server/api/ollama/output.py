@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
-from mlx_server.api.answers.collect import Answer, Usage, arguments_object, usage_of, whole_call
+from mlx_server.api.answers.collect import Answer, Usage, arguments_object, is_cut_off, usage_of, whole_call
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -59,7 +59,7 @@ def text_members(content: str = "", thinking: str = "", calls: Sequence[dict[str
 
 class AnswerWriter(Writer):
     """The answer to `/api/chat` or `/api/generate`. Tool calls are sent once they are complete, since their arguments
-    are an object."""
+    are an object; one that is cut off is not sent."""
 
     media_type = NDJSON
 
@@ -80,7 +80,7 @@ class AnswerWriter(Writer):
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
-        calls = list(map(_call_body, choice.tool_calls))
+        calls = list(_call_bodies(choice.tool_calls, answer.finish))
         shown = {**self._shown(choice.content, choice.reasoning, calls), **self._logprobs(choice)}
         return self._last(shown, answer.finish, choice.token_ids, answer.usage)
 
@@ -89,7 +89,7 @@ class AnswerWriter(Writer):
             self._answer_ids.extend(event.token_ids)
         lines = list(self._lines(event))
         if event.finish is not None:
-            lines += self._end_call()
+            lines += self._end_call(event.finish)
             lines.append(line(self._last(self._shown(), event.finish, self._answer_ids, usage_of([event]))))
         return b"".join(lines)
 
@@ -109,10 +109,9 @@ class AnswerWriter(Writer):
                 yield from self._end_call()
             self._tool_call.append(piece)
 
-    def _end_call(self) -> Iterator[bytes]:
+    def _end_call(self, finish: Finish | None = None) -> Iterator[bytes]:
         pieces, self._tool_call = self._tool_call, []
-        if pieces:
-            call = _call_body(whole_call(pieces))
+        for call in _call_bodies([whole_call(pieces)] if pieces else (), finish):
             yield self._line(**self._shown(calls=[call]), done=False)
 
     def _text(self, name: str, text: str) -> bytes:
@@ -166,9 +165,13 @@ class AnswerWriter(Writer):
         )
 
 
-def _call_body(call: ToolCallDelta) -> dict[str, Any]:
-    function = {"index": call.index, "name": call.name, "arguments": arguments_object(call.arguments_fragment)}
-    return {"id": call.id, "function": function}
+def _call_bodies(calls: Iterable[ToolCallDelta], finish: Finish | None) -> Iterator[dict[str, Any]]:
+    """Clients run every call that they see."""
+    for call in calls:
+        written = call.arguments_fragment
+        if not is_cut_off(written, finish):
+            function = {"index": call.index, "name": call.name, "arguments": arguments_object(written)}
+            yield {"id": call.id, "function": function}
 
 
 def nanoseconds(seconds: float) -> int:

@@ -74,7 +74,7 @@ class CompletionWriter(Writer):
     def write(self, event: OutputEvent) -> bytes:
         """Writes an event. Most events have only text, and are written with the template of an earlier event: see
         `piece`."""
-        if event.finish is None and not event.tool_calls and not (event.content and event.reasoning):
+        if event.finish is None and not event.mixed and not (event.content and event.reasoning):
             template = self._templates.get((event.index, bool(event.reasoning)))
             if template is not None:
                 text = event.content or event.reasoning

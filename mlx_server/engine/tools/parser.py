@@ -33,10 +33,22 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """A piece of output, read."""
+    """A piece of output, read: content and calls in the order in which they were written."""
 
-    content: str = ""
-    calls: tuple[ToolCallDelta, ...] = ()
+    parts: tuple[str | ToolCallDelta, ...] = ()
+
+    @property
+    def content(self) -> str:
+        return "".join([part for part in self.parts if isinstance(part, str)])
+
+    @property
+    def calls(self) -> tuple[ToolCallDelta, ...]:
+        return calls_of(self.parts)
+
+
+def calls_of(parts: Iterable[str | ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The calls among these parts of an output."""
+    return tuple([part for part in parts if not isinstance(part, str)])
 
 
 class _Call(NamedTuple):
@@ -77,8 +89,7 @@ class ToolCallExtractor:
         self.cut_call: int | None = None
         """At the end: the index of the call whose arguments the output has not finished, if there is one."""
         self._blank: str | None = ""  # white space that is content only if text follows; None inside content
-        self._content: list[str] = []
-        self._deltas: list[ToolCallDelta] = []
+        self._parts: list[str | ToolCallDelta] = []
 
     @property
     def has_calls(self) -> bool:
@@ -103,14 +114,13 @@ class ToolCallExtractor:
         elif self._read == self._read_arguments:
             self.cut_call = self._num_calls - 1
         self._show(self._outside.flush())
-        if not self.has_calls:
-            self._content.append(self._blank or "")
+        if self._blank and not self.has_calls:
+            self._parts.append(self._blank)
         return self._take()
 
     def _take(self) -> ToolOutput:
-        output = ToolOutput("".join(self._content), tuple(self._deltas))
-        self._content.clear()
-        self._deltas.clear()
+        output = ToolOutput(tuple(self._parts))
+        self._parts.clear()
         return output
 
     # Each reader takes its part of the text and returns the rest, which goes to the reader that is then current.
@@ -145,7 +155,7 @@ class ToolCallExtractor:
 
     def _read_arguments(self, text: str) -> str:
         fragment, rest = self._json.feed(text)
-        self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+        self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
         if rest is None:
             return ""
         self._read = self._read_body
@@ -173,7 +183,7 @@ class ToolCallExtractor:
         if not was_begun and parameters.name is not None:
             self._begin(_Call(None, parameters.name, ""))
         if fragment:
-            self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+            self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
 
     def _close_region(self, body: str, end: str, *, may_call: bool = True) -> None:
         """Reads what follows the last streamed call in the region, or all of the region."""
@@ -193,7 +203,7 @@ class ToolCallExtractor:
         """Ends the streamed call; `calls` are all calls of the region. A call that was cut off stays as it is."""
         if calls or is_complete:
             fragment = parameters.finish(json.loads(calls[0].arguments) if calls else {})
-            self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+            self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
         else:
             self.cut_call = self._num_calls - 1
         for call in calls[1:]:
@@ -220,7 +230,7 @@ class ToolCallExtractor:
     def _begin(self, call: _Call) -> None:
         call_id = call.id if call.id and call.id not in self._ids else self._new_id()  # models repeat ids
         self._ids.add(call_id)
-        self._deltas.append(ToolCallDelta(self._num_calls, call_id, call.name, call.arguments))
+        self._parts.append(ToolCallDelta(self._num_calls, call_id, call.name, call.arguments))
         self._num_calls += 1
         self._blank = ""
 
@@ -231,7 +241,8 @@ class ToolCallExtractor:
                 self._blank = text
                 return
             self._blank = None
-        self._content.append(text)
+        if text:
+            self._parts.append(text)
 
 
 def _function_name(tool: Tool) -> str | None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mlx_server.api.answers.collect import Answer, Usage, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent
+from mlx_server.api.answers.generation import Finish, OutputEvent, in_order
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.http.request_bounds import MAX_ECHO_CHARS
@@ -208,12 +208,14 @@ class OutputItems:
         self._open: _TextItem | _CallItem | None = None
 
     def append(self, event: OutputEvent) -> Iterator[Event]:
-        for kind, text in ((_REASONING, event.reasoning), (_MESSAGE, event.content)):
-            if text:
-                yield from self._grow(kind, text, partial(_TextItem, kind))
-        for piece in event.tool_calls:
-            new_call = partial(_CallItem, piece, self._tools.get(piece.name or ""))
-            yield from self._grow(piece.index, piece.arguments_fragment, new_call)
+        if event.reasoning:
+            yield from self._grow(_REASONING, event.reasoning, partial(_TextItem, _REASONING))
+        for part in in_order(event):
+            if isinstance(part, str):
+                yield from self._grow(_MESSAGE, part, partial(_TextItem, _MESSAGE))
+                continue
+            new_call = partial(_CallItem, part, self._tools.get(part.name or ""))
+            yield from self._grow(part.index, part.arguments_fragment, new_call)
         if event.finish is not None:
             is_whole = _status(event.finish) == "completed"
             yield from self._close("completed" if is_whole else "incomplete")
