@@ -17,7 +17,6 @@ from mlx_server.engine.grammar.schema import (
     check_patterns,
     check_references,
     checked_schema,
-    referenced,
 )
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, check_halves
 from mlx_server.engine.grammar.structural_tag import (
@@ -30,7 +29,8 @@ from mlx_server.engine.grammar.structural_tag import (
 )
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
-from mlx_server.engine.tools.notations import NUMBER_KEYWORDS, NotationWriter
+from mlx_server.engine.tools.notations import NotationWriter
+from mlx_server.engine.tools.tagged_json import held_schema
 from mlx_server.engine.tools.texts import (
     ANY,
     TEXT_KEYWORDS,
@@ -41,7 +41,7 @@ from mlx_server.engine.tools.texts import (
     text_keywords,
     without,
 )
-from mlx_server.engine.tools.values import ALL_KINDS, TEXT, TypeResolver, ValueTypes
+from mlx_server.engine.tools.values import ALL_KINDS, TEXT, Arguments, TypeResolver, ValueTypes
 from mlx_server.errors import InvalidRequestError
 
 
@@ -61,9 +61,13 @@ _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
 _ANNOTATIONS = ("title", "description", "default", "examples")
-_DECIDED = frozenset(("const", "enum", "format", "pattern"))
 _FREE = (*TEXT_KEYWORDS, "patternProperties", "minItems", "maxItems", "uniqueItems")
 """Never enforced in a model's own notation."""
+_OF_ARGUMENTS = (
+    *("anyOf", "oneOf", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("minProperties", "maxProperties", "propertyNames"),
+)
+"""Only enforced where the arguments are JSON, if they say which of a function's arguments there may be."""
 _WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
 
@@ -101,7 +105,11 @@ def force_tool_calls(
     except RecursionError as error:  # references can nest as deep as there are definitions
         raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
     spec = StructuredSpec(StructuredKind.LARK, source, param="tools", fields=grammar.fields)
-    return ForcedCalls(spec, form.is_opened and not is_free, tuple(filter(grammar.free_keywords.__contains__, _FREE)))
+    return ForcedCalls(
+        spec,
+        form.is_opened and not is_free,
+        tuple(filter(grammar.free_keywords.__contains__, (*_FREE, *_OF_ARGUMENTS))),
+    )
 
 
 def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
@@ -232,15 +240,23 @@ class _CallGrammar:
         return {**schema, "properties": texts}
 
     def _arguments(self, schema: Mapping[str, Any], where: str) -> str:
-        if self._format.parameter is not None:
-            return self._parameters(schema, self._format.parameter, where)
-        if self._format.notation is None:
+        parameter, notation = self._format.parameter, self._format.notation
+        if parameter is not None:
+            return self._parameters(self._listed(schema), parameter, where)
+        if notation is None:
             return json_expression({"type": "object", **schema}, self._json_options)
+        schema = self._listed(schema)
         changed_schema(schema, lambda inner: self.free_keywords.update(inner.keys() & _FREE))
-        written = NotationWriter(self._writer, self._format.notation, schema).arguments()
+        written = NotationWriter(self._writer, notation, schema).arguments()
         if written is None:
             raise self._unwritable(f"{where} requires arguments whose names or types", where)
         return written
+
+    def _listed(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The schema with all its arguments in `properties`. Notes what it says of them besides."""
+        arguments = Arguments(schema)
+        self.free_keywords |= arguments.keywords.intersection(_OF_ARGUMENTS)
+        return {**schema, "properties": arguments.schemas, "required": sorted(arguments.required)}
 
     def _unwritable(self, what: str, where: str) -> InvalidRequestError:
         return InvalidRequestError(
@@ -296,34 +312,13 @@ class _CallGrammar:
         return arguments.written[given]
 
     def _new_json(self, schema: Mapping[str, Any], root: Any, kinds: list[str], after: str) -> str | None:
-        names: dict[str, str] = {}  # of the definitions, by references
-        pending: list[str] = []
-        definitions: dict[str, Any] = {}
-
-        def change(inner: dict[str, Any]) -> None:
-            _limit_number(inner)
-            if _refer_to_text(inner) and _TEXT not in definitions:
-                ends = filter(None, (after.strip(), self._parser.end))
-                definitions[_TEXT] = {"allOf": [{"pattern": f"^({without(end)})$"} for end in ends]}
-            reference = inner.get("$ref")
-            if isinstance(reference, str):
-                if reference not in names:
-                    names[reference] = str(len(names))
-                    pending.append(reference)
-                inner["$ref"] = f"#/$defs/{names[reference]}"
-
-        whole = changed_schema({**schema, "type": kinds}, change)
-        room = self._room - len(json.dumps(whole))
-        while pending and room >= 0:
-            reference = pending.pop()
-            definitions[names[reference]] = changed_schema(referenced(root, reference), change)
-            room -= len(json.dumps(definitions[names[reference]]))
-        room -= len(json.dumps(definitions.get(_TEXT)))
-        if room < 0:
+        ends = tuple(filter(None, (after.strip(), self._parser.end)))
+        whole = held_schema({**schema, "type": kinds}, root, ends, self._room)
+        if whole is None:
             self._room -= self._room // 8  # the attempt took time, and there may be many
             return None
-        self._room = room
-        expression = json_expression({**whole, "$defs": definitions}, self._json_options)
+        self._room -= len(json.dumps(whole))
+        expression = json_expression(whole, self._json_options)
         return self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
 
     def _any_of(self, texts: Sequence[str], after: str) -> str:
@@ -411,23 +406,6 @@ class _TaggedArguments:
         self.written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
 
 
-_TEXT = "text"
-"""The definition of texts that a parser would not read as the end of the argument."""
-
-
-def _refer_to_text(schema: dict[str, Any]) -> bool:
-    """Holds texts to that definition. Returns whether the schema needs it."""
-    is_text = "pattern" in schema or (_may_be(schema, "string") and not _DECIDED & schema.keys())
-    if is_text and isinstance(schema.get("allOf", []), list):
-        schema["allOf"] = [*schema.get("allOf", []), {"$ref": f"#/$defs/{_TEXT}"}]
-    return is_text
-
-
-def _may_be(schema: Mapping[str, Any], kind: str) -> bool:
-    types = schema.get("type")
-    return kind in types if isinstance(types, list) else kind == types
-
-
 def _cdata(text: str) -> str:
     return f"{_SECTION}{text}{_END_OF_SECTION}" if re.search(r"[<&\n]", text) else text
 
@@ -436,13 +414,3 @@ def _written_kinds(types: ValueTypes) -> list[str]:
     """The kinds of values that are written as JSON; `number` includes `integer`, and null comes last."""
     covered = {"string", "integer"} if "number" in types.kinds else {"string"}
     return sorted(types.kinds - covered, key=lambda kind: (kind == "null", kind))
-
-
-_LARGEST = 9 * 10**18
-"""The largest bound that llguidance takes."""
-
-
-def _limit_number(schema: dict[str, Any]) -> None:
-    """Numbers with bounds have no exponents, either."""
-    if _may_be(schema, "number") and schema.keys().isdisjoint((*NUMBER_KEYWORDS, *_DECIDED)):
-        schema |= {"minimum": -_LARGEST, "maximum": _LARGEST}

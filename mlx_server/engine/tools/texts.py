@@ -209,8 +209,13 @@ def fitting(texts: Iterable[str], written: str) -> tuple[str, ...]:
 
 def can_hold(pattern: str) -> bool:
     """Whether JSON's strings can be held to the pattern of a schema."""
+    return can_compile({"type": "string", "pattern": pattern})
+
+
+def can_compile(schema: Mapping[str, Any]) -> bool:
+    """Whether llguidance can hold JSON to the schema. Other keywords than its own are ignored."""
     try:
-        _matcher(llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern})))
+        _matcher(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": True}))
     except ValueError:
         return False
     return True

@@ -44,6 +44,56 @@ _NAMES = {
 """Types by their names in schemas; clients also send those of Python, and capitals."""
 
 
+class Arguments:
+    """The arguments that a function's schema lists itself, through `$ref` and `allOf`, and in branches of `anyOf` and
+    `oneOf`. Those of several branches may be given together; `required` are those that all of them require. One that is
+    listed several times may be any of these. `keywords` are all that the schema uses for this.
+
+    Raises `RecursionError`.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.keywords = set[str]()
+        self._root = root
+        self._listed: dict[str, dict[int, Any]] = {}  # by the argument's name and the schema's identity
+        self._known: dict[str, set[str]] = {}  # what the targets of references require
+        self.required = self._add(root)
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        return {key: _any_of(list(found.values())) for key, found in self._listed.items()}
+
+    def _add(self, schema: Any) -> set[str]:
+        """Adds what the schema lists, and returns the names of the arguments that it requires."""
+        if not isinstance(schema, Mapping):
+            return set()
+        self.keywords.update(schema)
+        properties = schema.get("properties")
+        for key, value in properties.items() if isinstance(properties, Mapping) else ():
+            self._listed.setdefault(key, {})[id(value)] = value
+        required = {name for name in _items(schema, "required") if isinstance(name, str)}
+        required |= set[str]().union(*map(self._add, _items(schema, "allOf")))
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in self._known:
+                self._known[reference] = set()  # within itself: a circle adds nothing
+                self._known[reference] = self._add(referenced(self._root, reference))
+            required |= self._known[reference]
+        for key in ("anyOf", "oneOf"):
+            branches = [self._add(branch) for branch in _items(schema, key)]
+            required |= set.intersection(*branches) if branches else set()
+        return required
+
+
+def _any_of(schemas: list[Any]) -> Any:
+    telling = [schema for schema in schemas if schema is not True]  # those that say more than that there is an argument
+    return {"anyOf": telling} if len(telling) > 1 else (telling or schemas)[0]
+
+
+def _items(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
 class ParameterTypes:
     """The types of the arguments in calls of `tools`, which may be anything. Finds each once: schemas may be large, and
     outputs long."""
@@ -55,21 +105,29 @@ class ParameterTypes:
             name = member(declared, "name")
             if isinstance(name, str):
                 self._schemas.setdefault(name, member(declared, "parameters"))
-        self._resolvers = {name: TypeResolver(schema) for name, schema in self._schemas.items()}
+        self._functions: dict[str, tuple[Mapping[str, Any], TypeResolver]] = {}
         self._known: dict[tuple[str, str], ValueTypes] = {}
 
     def of(self, function: str, key: str) -> ValueTypes:
         """Anything for an argument that is not declared. OpenAPI's `nullable` counts, too."""
         if (function, key) not in self._known:
-            schema = member(member(self._schemas.get(function), "properties"), key)
+            schema = None
             try:
-                types = _ANYTHING if schema is None else self._resolvers[function].whole(schema)
+                schemas, resolver = self._function(function)
+                schema = schemas.get(key)
+                types = _ANYTHING if schema is None else resolver.whole(schema)
             except RecursionError:
                 types = _ANYTHING
             if member(schema, "nullable") is True:
                 types = ValueTypes(types.kinds | {"null"}, types.texts)
             self._known[function, key] = types
         return self._known[function, key]
+
+    def _function(self, name: str) -> tuple[Mapping[str, Any], TypeResolver]:
+        if name not in self._functions:
+            root = self._schemas.get(name)
+            self._functions[name] = Arguments(root).schemas, TypeResolver(root)
+        return self._functions[name]
 
 
 class TypeResolver:

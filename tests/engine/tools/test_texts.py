@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -14,7 +16,16 @@ from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.texts import FORMATS, fits, whole_regex, without
 from mlx_server.engine.tools.written import written_calls
 from mlx_server.errors import InvalidRequestError
-from tests.engine.tools.test_tool_grammar import CALL_WORLD, COMPILERS, WORLDS, force, parser_of, tool, written
+from tests.engine.tools.test_tool_grammar import (
+    CALL_WORLD,
+    COMPILERS,
+    WORLDS,
+    force,
+    parser_of,
+    read_calls,
+    tool,
+    written,
+)
 
 TAGGED = ("qwen3_coder", "glm47", "minimax_m2", "minicpm5", "kimi_k3")
 DEFINITIONS = {
@@ -123,6 +134,74 @@ def test_json_between_tags_has_no_closing_tag_in_its_texts(name: str, rule: dict
     assert takes(name, schema, ["a<b", "ab", "a<p>a</p>b", "a</paramb"])
     assert not takes(name, schema, ["a</parameter>b"])
     assert not takes(name, schema, [f"a{parser_of(name).end}b"])
+
+
+FREE: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
+    ({"type": "object"}, lambda text: {"x": text}),
+    ({"type": "object"}, lambda text: {"x": [{"y": text}, 1.5, True, None]}),
+    ({"type": "object"}, lambda text: {text.replace("<b>", ""): 1}),
+    ({"type": "array"}, lambda text: [text]),
+    ({"type": "array", "items": {}}, lambda text: [{"x": text}]),
+    ({"type": "object", "additionalProperties": {"type": "string"}}, lambda text: {text.replace("<b>", ""): "x"}),
+    ({"type": "object", "properties": {"x": {}}}, lambda text: {"x": text}),
+    ({"type": "object", "properties": {"x": {"const": 1}}, "additionalProperties": True}, lambda text: {"y": text}),
+    ({"type": "object", "properties": {"x": {"$ref": "#/$defs/any"}}}, lambda text: {"x": {"y": [text]}}),
+    ({"type": ["object", "null"], "minProperties": 1}, lambda text: {"x": text}),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "minicpm5"])
+@pytest.mark.parametrize(("schema", "value"), FREE)
+def test_what_is_free_between_tags_has_no_closing_tag_either(name: str, schema: Any, value: Any) -> None:
+    after = {"glm47": "</arg_value>", "minicpm5": "</param>"}.get(name, "</parameter>")
+    offered = tool("f", {**parameters(schema), "$defs": {"any": {"type": "object"}}})
+    parser = parser_of(name)
+    assert reads(name, offered, value("a<b>c")) == [("f", {"a": value("a<b>c")})]
+    for end in (after, parser.end):
+        assert reads(name, offered, value(f"a{end}b")) is None
+
+
+def reads(name: str, offered: Any, value: Any) -> Any:
+    """What is read of a forced call with the argument `value`, its text spelled out; None if it cannot be written."""
+    text = written_calls(parser_of(name), [{"name": "f", "arguments": {"a": value}}])
+    before, inside, after = text.partition(json.dumps(value))
+    compiler = COMPILERS.get(name, COMPILERS[""])
+    constraint = compiler.compile(force(name, [offered], is_parallel=False).spec).start()
+    for part in (before, *inside, after):
+        if not all(map(constraint.accept, CALL_WORLD.encode(part, add_special_tokens=False))):
+            return None
+    return read_calls(parser_of(name), [offered], text)[1]
+
+
+def test_free_values_that_cannot_be_held_beside_the_rest_stay_free() -> None:
+    node = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#/$defs/node"}}]}
+    both = [{"type": "object", "additionalProperties": True}, {"properties": {"x": {"$ref": "#/$defs/node"}}}]
+    offered = tool("f", {**parameters({"allOf": both, "type": "object"}), "$defs": {"node": node}})
+    assert reads("qwen3_coder", offered, {"x": [1, [2]]}) == [("f", {"a": {"x": [1, [2]]}})]
+
+
+LISTED = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+ROOTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"$ref": "#/$defs/all", "$defs": {"all": LISTED}}, ()),
+    ({"allOf": [{"$ref": "#/$defs/all"}, {"required": ["a"]}], "$defs": {"all": LISTED}}, ()),
+    ({"anyOf": [LISTED, {**LISTED, "properties": {**LISTED["properties"], "c": {}}}]}, ("anyOf",)),
+    ({**LISTED, "if": {"required": ["a"]}, "then": {}, "else": {}}, ("if", "then", "else")),
+    ({**LISTED, "not": {"required": ["c"]}}, ("not",)),
+    ({**LISTED, "dependentRequired": {"a": ["b"]}, "maxProperties": 2}, ("dependentRequired", "maxProperties")),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
+@pytest.mark.parametrize(("schema", "named"), ROOTS)
+def test_arguments_are_found_wherever_a_schema_lists_them(name: str, schema: Any, named: tuple[str, ...]) -> None:
+    offered = tool("f", schema)
+    assert force(name, [offered]).notes == named
+    outputs = written(name, [offered], range(12), is_parallel=False)
+    assert outputs
+    for ((_, arguments),) in outputs:
+        assert arguments.keys() >= {"a", "b"}
+        jsonschema.validate(arguments, LISTED)
+        assert isinstance(arguments["b"], int)
 
 
 @pytest.mark.parametrize(
