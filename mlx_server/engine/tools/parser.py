@@ -224,6 +224,9 @@ class ToolCallExtractor:
 
     def _read_any(self, body: str) -> Iterable[Any]:
         """What mlx-lm's parser reads, which knows more spellings than ours, but guesses values."""
+        notation = self._format.notation
+        if notation is not None and "None" not in notation.nulls:
+            body = _with_json_words(body, notation.quote)
         parsed = self._parser.parse(body, self._tools)
         return parsed if isinstance(parsed, list) else [parsed]
 
@@ -260,6 +263,17 @@ def _name_in(head: re.Match[str]) -> str | None:
     except ValueError:
         return None
     return name
+
+
+_PYTHON_WORD = re.compile(r"(?<=[:,\[ ])(None|True|False)(?=\s*[,\]}])")
+_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+def _with_json_words(body: str, quote: str) -> str:
+    """Replaces Python's words outside texts. Templates show earlier calls' nulls so, and models copy them."""
+    parts = body.split(quote)
+    parts[::2] = [_PYTHON_WORD.sub(lambda word: _JSON_WORDS[word[0]], part) for part in parts[::2]]
+    return quote.join(parts)
 
 
 def _as_call(parsed: Any) -> _Call:

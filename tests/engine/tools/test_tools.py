@@ -270,6 +270,16 @@ FORMATS = [
         "</atem:invoke></atem:function_calls>",
         [WEATHER],
     ),
+    (  # its template shows null and flags of earlier calls in Python's words
+        "gemma4",
+        '<|tool_call>call:f{a:None,b:[None,{c: True}],d:<|"|>x:None,y<|"|>}<tool_call|>',
+        [("f", {"a": None, "b": [None, {"c": True}], "d": "x:None,y"})],
+    ),
+    (
+        "function_gemma",
+        "<start_function_call>call:f{a:None,b:<escape>None<escape>}<end_function_call>",
+        [("f", {"a": None, "b": "None"})],
+    ),
 ]  # fmt: skip
 
 
