@@ -109,14 +109,15 @@ def _append(pieces: list[str], text: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """Which tools there are and what the model must do with them. `allowed` has the names of tools that it may call
-    (None: all). `patterns` are regexes for the argument of tools that take one text; they hold in every mode.
-    `fields` are the request's fields of the tools' parameters, by the tools' names, if they are not those of chat
-    completions."""
+    (None: all). `is_parallel`: whether it may make several calls in a turn; None allows that, but a call that it must
+    make is the only one if its prompt asks for one at a time. `patterns` are regexes for the argument of tools that
+    take one text; they hold in every mode. `fields` are the request's fields of the tools' parameters, by the tools'
+    names, if they are not those of chat completions."""
 
     tools: Sequence[Tool] = ()
     mode: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
-    is_parallel: bool = True
+    is_parallel: bool | None = None
     patterns: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
 
@@ -217,11 +218,13 @@ class ChatPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A call and its prompt, text included. `is_open`: the prompt has opened the reasoning."""
+    """A call and its prompt, text included. `is_open`: the prompt has opened the reasoning; `is_one`: it asks for one
+    call at a time."""
 
     call: ChatCall
     prompt: Prompt
     is_open: bool
+    is_one: bool
     prediction_token_ids: tuple[int, ...]
     plan: Plan | None = None
 
@@ -243,23 +246,23 @@ def _written(
     part = tokenizer.part_of(call.prediction, max_model_len) if engine.config.looks_up else ""
     predicted = tokenizer.encode(part, add_special_tokens=False)[:max_model_len] if part else ()
     shown = Prompt(tuple(token_ids), prompt.text, prompt.images)
-    return _Written(call, shown, prompt.opens_reasoning, tuple(predicted))
+    return _Written(call, shown, prompt.opens_reasoning, prompt.asks_for_one_call, tuple(predicted))
 
 
 def _plan(engine: AsyncEngine, written: _Written) -> Plan:
     call, is_open, tools, dialect = written.call, written.is_open, written.call.tool_use.shown, engine.chat.dialect
-    target = _target(engine, dialect, call)
+    target = _target(engine, dialect, call, is_one=written.is_one)
     kept_token_ids = dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools))
     if target.grammar is not None:
         kept_token_ids |= target.grammar.kept_token_ids
-    is_forced = call.tool_use.mode == "required"
+    is_parallel, is_forced = call.tool_use.is_parallel is not False, call.tool_use.mode == "required"
 
     def new_parser() -> OutputParser:
         splitter = new_splitter(dialect, tools, is_open)
         extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
         if call.splits_reasoning:
-            return OutputParser(splitter, extractor, call.tool_use.is_parallel, is_forced)
-        return OutputParser(None, extractor, call.tool_use.is_parallel, is_forced, splitter if is_forced else None)
+            return OutputParser(splitter, extractor, is_parallel, is_forced)
+        return OutputParser(None, extractor, is_parallel, is_forced, splitter if is_forced else None)
 
     return Plan(
         prompts=(written.prompt,),
@@ -283,7 +286,7 @@ class _Target:
     notes: tuple[str, ...] = ()
 
 
-def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
+def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall, *, is_one: bool) -> _Target:
     tool_use, structured, compile_ = call.tool_use, call.structured, engine.grammars.compile
     is_free = tool_use.mode == "auto" and structured is None
     if tool_use.shown is None or (is_free and not tool_use.has_patterns):
@@ -292,7 +295,7 @@ def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
         engine.tokenizer,
         dialect.tool_parser,
         tool_use.tools,
-        is_parallel=tool_use.is_parallel,
+        is_parallel=(is_free or not is_one) if tool_use.is_parallel is None else tool_use.is_parallel,
         is_closed=not call.has_open_schemas,
         patterns=tool_use.patterns,
         fields=tool_use.fields,

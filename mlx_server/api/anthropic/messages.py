@@ -161,9 +161,10 @@ class CountTokensRequest(OneAnswerOfText):
         tools = [tool.as_openai(f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
         choice = self.tool_choice
         if choice is None:
-            use = tool_use(tools or None, None, is_parallel=True)
+            use = tool_use(tools or None, None)
         else:
-            use = tool_use(tools or None, choice.as_openai(bool(tools)), not choice.disable_parallel_tool_use)
+            is_one = choice.disable_parallel_tool_use
+            use = tool_use(tools or None, choice.as_openai(bool(tools)), None if is_one is None else not is_one)
         fields = {tool.name: f"tools[{index}].input_schema" for index, tool in enumerate(self.tools or ())}
         return replace(use, fields=fields)
 

@@ -60,7 +60,7 @@ class ChatRequest(OllamaFields):
         continues = last.get("role") == "assistant" and not last.get("tool_calls")
         return ChatCall(
             messages=messages if images is None else images.mark_messages(messages),
-            tool_use=tool_use(self.tools or None, None, is_parallel=True),
+            tool_use=tool_use(self.tools or None, None),
             options=self.chat_options(continues=continues),
             structured=self.structured(),
             truncation=self.prompt_truncation,

@@ -85,7 +85,7 @@ def _function_name(choice: Any) -> Any:
 def tool_use(
     tools: list[dict[str, Any]] | None,
     choice: str | dict[str, Any] | None,
-    is_parallel: bool,
+    is_parallel: bool | None = None,
     name_of: Callable[[Any], Any] = _function_name,
     form: str = '{"type": "function", "function": {"name": ...}}',
 ) -> ToolUse:
@@ -233,7 +233,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
             budget = self.reasoning.max_tokens
         return ChatCall(
             messages=self.messages if images is None else images.mark_messages(self.messages),
-            tool_use=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False),
+            tool_use=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
             options=self.options(),
             structured=self.structured(),
             truncation=self.prompt_truncation,

@@ -19,7 +19,14 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.reasoning import Dialect, find_dialect
-from mlx_server.engine.text.template_fit import Repairs, adapt, developer_as_system, find_repairs, tools_as_text
+from mlx_server.engine.text.template_fit import (
+    Repairs,
+    adapt,
+    developer_as_system,
+    find_repairs,
+    one_call_a_turn,
+    tools_as_text,
+)
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
 from mlx_server.engine.vision.parts import Layout, Pictures, cut_images
@@ -63,12 +70,14 @@ class ChatOptions:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized. The text
-    has only one of the many tokens of an image. `opens_reasoning`: the output begins inside the reasoning."""
+    has only one of the many tokens of an image. `opens_reasoning`: the output begins inside the reasoning.
+    `asks_for_one_call`: the template cannot write several calls in a turn, or the tools are described in words."""
 
     text: str
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
     opens_reasoning: bool = False
+    asks_for_one_call: bool = False
 
 
 class ChatFormatter:
@@ -111,15 +120,15 @@ class ChatFormatter:
         messages. Raises `InvalidRequestError`, also for content that is neither text nor such a mark. Takes time in
         proportion to the prompt: not for the event loop."""
         options = options or ChatOptions()
-        text, layout = self._written(messages, tools, options, pictures)
+        text, layout, is_one = self._written(messages, tools, options, pictures)
         part = text if cut is None else cut(text)
         opens_reasoning = self._opens_reasoning(text, messages[-1:] if options.continue_final_message else ())
         if layout is None:
-            return ChatPrompt(text, tuple(self._memory.encode(part, owner)), opens_reasoning=opens_reasoning)
+            return ChatPrompt(text, tuple(self._memory.encode(part, owner)), (), opens_reasoning, is_one)
         if part != text:
             raise cut_images()
         token_ids, images = layout.encode(text, lambda piece: self._memory.encode(piece, owner))
-        return ChatPrompt(layout.shown(text), tuple(token_ids), images, opens_reasoning)
+        return ChatPrompt(layout.shown(text), tuple(token_ids), images, opens_reasoning, is_one)
 
     def _opens_reasoning(self, text: str, continued: Sequence[Any]) -> bool:
         reasoning = self.dialect.reasoning
@@ -134,28 +143,29 @@ class ChatFormatter:
 
     def _written(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures | None
-    ) -> tuple[str, Layout | None]:
-        """The prompt's text, and the places of its images."""
+    ) -> tuple[str, Layout | None, bool]:
+        """The prompt's text, the places of its images, and whether it asks for one call."""
         variables = _template_variables(options)
         if self._renderer is not None and options.chat_template is None and pictures is None:
             chat = normalise_messages(messages, parses_arguments=False)
-            return _guarded(self._renderer, chat, {"tools": tools, **variables}), None
+            return _guarded(self._renderer, chat, {"tools": tools, **variables}), None, False
         template = self._template(options, tools)
         fit = self._fit(template)
+        is_one = not fit.repairs.isdisjoint((tools_as_text, one_call_a_turn))
         parser = self.dialect.tool_parser
         chat, shown = adapt(normalise_messages(messages), tools, fit.repairs, parser)
         variables = {"tools": shown, **variables}
         if pictures is None:
             try:
-                return self._apply(chat, template, fit.needs_parts, variables), None
+                return self._apply(chat, template, fit.needs_parts, variables), None, is_one
             except InvalidRequestError:
                 if not shown:
                     raise
                 # Some templates cannot write every schema (Hermes: the type `null`).
                 chat, shown = adapt(normalise_messages(messages), tools, fit.repairs | {tools_as_text}, parser)
-                return self._apply(chat, template, fit.needs_parts, {**variables, "tools": shown}), None
+                return self._apply(chat, template, fit.needs_parts, {**variables, "tools": shown}), None, True
         layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.needs_parts)
-        return layout.fill(self._apply(layout.chat, template, False, variables)), layout
+        return layout.fill(self._apply(layout.chat, template, False, variables)), layout, is_one
 
     def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
         if options.chat_template is not None:

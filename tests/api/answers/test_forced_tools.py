@@ -335,6 +335,38 @@ OTHER = {"type": "function", "function": {"name": "other"}}
 THIRD = {"type": "function", "function": {"name": "third"}}
 
 
+WRITES_CALLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}'
+    "<|end|>{% endfor %}"
+)
+
+
+async def test_a_model_that_is_asked_for_one_call_is_forced_to_one_unless_the_client_wants_more(world: World):
+    async def most(path: str = "/v1/chat/completions", **body: Any) -> int:
+        nums = []
+        for seed in range(8):
+            world.engine.script = writer(world, seed)
+            answer = (await world.http.post(path, json={"messages": user("Hi"), **body})).json()
+            choice = answer["choices"][0]["message"]["tool_calls"] if "choices" in answer else answer["content"]
+            nums.append(len(choice))
+        return max(nums)
+
+    forced = {"tools": [OTHER], "tool_choice": "required"}
+    tool = {"tools": [{"name": "other"}], "max_tokens": 300}
+    become(world, "gemma4")  # its template here does not know tools, so that the prompt describes them in words
+    assert await most(**forced) == 1
+    assert await most(**forced, parallel_tool_calls=True) > 1
+    assert await most("/v1/messages", **tool, tool_choice={"type": "any"}) == 1
+    assert await most("/v1/messages", **tool, tool_choice={"type": "any", "disable_parallel_tool_use": False}) > 1
+    tokenizer = make_tokenizer(chat_template=WRITES_CALLS)
+    world.engine.tokenizer, world.engine.chat = tokenizer, ChatFormatter(tokenizer)
+    world.engine.grammars = GrammarCompiler(tokenizer)
+    assert await most(**forced) > 1
+    assert await most(**forced, parallel_tool_calls=False) == 1
+
+
 async def test_only_the_allowed_tools_are_called_and_the_prompt_stays_the_same(world: World):
     become(world, "pythonic")
     called = set()

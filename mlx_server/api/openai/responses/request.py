@@ -144,7 +144,7 @@ class ResponsesRequest(OneAnswerOfText):
         _check_names(tools)
         functions = [tool.as_function() for tool in tools]
         choice = None if not tools and self.tool_choice == "auto" else self.tool_choice
-        use = tool_use(functions or None, choice, self.parallel_tool_calls is not False, _chosen_name, _CHOSEN)
+        use = tool_use(functions or None, choice, self.parallel_tool_calls, _chosen_name, _CHOSEN)
         return replace(use, patterns=patterns, fields={tool.name: tool.schema_field for tool in tools})
 
     def client_tools(self) -> Iterator[ClientTool]:
