@@ -247,7 +247,7 @@ class _CallGrammar:
             return json_expression({"type": "object", **schema}, self._json_options)
         schema = self._listed(schema)
         changed_schema(schema, lambda inner: self.free_keywords.update(inner.keys() & _FREE))
-        written = NotationWriter(self._writer, notation, schema).arguments()
+        written = NotationWriter(self._writer, notation, schema, self._parser.end).arguments()
         if written is None:
             raise self._unwritable(f"{where} requires arguments whose names or types", where)
         return written

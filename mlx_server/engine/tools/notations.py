@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_server.engine.grammar.schema import referenced
-from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression
+from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression, terminal
 from mlx_server.engine.tools.formats import Notation
+from mlx_server.engine.tools.texts import without
 
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
@@ -19,12 +20,14 @@ _WORD = re.compile(r"\w+", re.ASCII)
 
 
 class NotationWriter:
-    """Writes the values of one tool's schema. Limits on lengths, and patterns, are left out: they are hints."""
+    """Writes the values of one tool's schema, without `end` in their texts. Limits on lengths, and patterns, are left
+    out: they are hints."""
 
-    def __init__(self, writer: LarkWriter, notation: Notation, schema: Mapping[str, Any]) -> None:
+    def __init__(self, writer: LarkWriter, notation: Notation, schema: Mapping[str, Any], end: str) -> None:
         self._writer = writer
         self._notation = notation
         self._schema = schema
+        self._end = end
         self._references: dict[str, str] = {}
         self._any: str | None = None
 
@@ -148,7 +151,8 @@ class NotationWriter:
 
     def _text(self) -> str:
         quote = self._notation.quote
-        return f"{self._writer.literal(quote)} {self._writer.text_until(quote, self._notation.text)}"
+        text = self._writer.rule("TEXT", f"{self._notation.text} & {terminal(without(self._end))}")
+        return f"{self._writer.literal(quote)} {self._writer.text_until(quote, text)}"
 
     def _constant(self, value: Any) -> str:
         """Matches exactly `value`; objects and arrays match anything."""

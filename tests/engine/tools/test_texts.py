@@ -161,6 +161,18 @@ def test_what_is_free_between_tags_has_no_closing_tag_either(name: str, schema: 
         assert reads(name, offered, value(f"a{end}b")) is None
 
 
+@pytest.mark.parametrize("name", ["gemma4", "function_gemma", "pythonic"])
+def test_quoted_texts_do_not_spell_the_end_of_their_call(name: str) -> None:
+    offered = tool("f", parameters({"type": "string"}))
+    constraint = COMPILERS[name].compile(force(name, [offered], is_parallel=False).spec).start()
+    before = written_calls(parser_of(name), [{"name": "f", "arguments": {"a": "NEEDLE"}}]).partition("NEEDLE")[0]
+    assert all(map(constraint.accept, WORLDS[name].encode(before, add_special_tokens=False)))
+    end = parser_of(name).end
+    spelled = [WORLDS[name].encode(letter, add_special_tokens=False)[0] for letter in f"<b> {end[:-1]} {end}"]
+    assert [constraint.accept(token_id) for token_id in spelled[:-1]] == [True] * (len(spelled) - 1)
+    assert not constraint.accept(spelled[-1])
+
+
 def reads(name: str, offered: Any, value: Any) -> Any:
     """What is read of a forced call with the argument `value`, its text spelled out; None if it cannot be written."""
     text = written_calls(parser_of(name), [{"name": "f", "arguments": {"a": value}}])
