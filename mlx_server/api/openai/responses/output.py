@@ -326,10 +326,13 @@ class _CallItem(_Item):
 
     def closing(self, body: dict[str, Any]) -> Iterator[Event]:
         names = ("name", "arguments") if self._input is None else ("input",)
+        if rest := body[names[-1]][sum(map(len, self._pieces)) :]:  # an input in another form than expected
+            yield from super().grow(rest)
         yield {"type": f"{self._kind.events}.done", **self._where, **{name: body[name] for name in names}}
 
     def body(self, status: str) -> dict[str, Any]:
         if self._input is None:
             return {**self._head, "arguments": "".join(self._pieces), "status": status}
-        self._input.finish()
+        if status == "completed":
+            self._input.finish()
         return {**self._head, "input": self._input.text, "status": status}

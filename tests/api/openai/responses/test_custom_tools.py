@@ -82,6 +82,23 @@ async def test_a_stream_has_its_own_events(world: World):
     assert (events[-1]["item"]["name"], events[-1]["item"]["namespace"]) == ("note", "ns")
 
 
+@pytest.mark.parametrize("arguments", ["{}", '{"input": 5}', '{"text": "a"}', '{"input": "a", "more": "b"}'])
+async def test_streamed_pieces_are_the_whole_input_however_it_was_written(world: World, arguments: str):
+    world.engine.script = say(f'<tool_call>{{"name": "note", "arguments": {arguments}}}</tool_call>')
+    events = event_bodies((await post(world, tools=[PLAIN], stream=True)).text)
+    pieces = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    (item,) = events[-1]["response"]["output"]
+    assert "".join(pieces) == item["input"] == ("a" if "more" in arguments else arguments)
+    assert (await create(world, tools=[PLAIN]))["output"][0]["input"] == item["input"]
+
+
+async def test_an_input_that_is_cut_off_before_it_begins_is_empty(world: World):
+    world.engine.script = say(call("note", "text"))
+    body = await create(world, tools=[PLAIN], max_output_tokens=37)
+    (item,) = body["output"]
+    assert (item["status"], item["input"]) == ("incomplete", "")
+
+
 async def test_the_official_client_reads_both(world: World):
     world.engine.max_model_len = 4000
     world.engine.script = say(call("note", "hello"))
