@@ -29,11 +29,10 @@ from mlx_server.engine.grammar.structural_tag import (
 )
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
-from mlx_server.engine.tools.notations import NotationWriter
+from mlx_server.engine.tools.notations import UNENFORCED, NotationWriter, unenforced
 from mlx_server.engine.tools.tagged_json import held_schema
 from mlx_server.engine.tools.texts import (
     ANY,
-    TEXT_KEYWORDS,
     TextWriter,
     can_hold,
     fits,
@@ -61,8 +60,6 @@ _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
 _ANNOTATIONS = ("title", "description", "default", "examples")
-_FREE = (*TEXT_KEYWORDS, "patternProperties", "minItems", "maxItems", "uniqueItems")
-"""Never enforced in a model's own notation."""
 _OF_ARGUMENTS = (
     *("anyOf", "oneOf", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
     *("minProperties", "maxProperties", "propertyNames"),
@@ -108,7 +105,7 @@ def force_tool_calls(
     return ForcedCalls(
         spec,
         form.is_opened and not is_free,
-        tuple(filter(grammar.free_keywords.__contains__, (*_FREE, *_OF_ARGUMENTS))),
+        tuple(filter(grammar.free_keywords.__contains__, dict.fromkeys((*UNENFORCED, *_OF_ARGUMENTS)))),
     )
 
 
@@ -246,7 +243,7 @@ class _CallGrammar:
         if notation is None:
             return json_expression({"type": "object", **schema}, self._json_options)
         schema = self._listed(schema)
-        changed_schema(schema, lambda inner: self.free_keywords.update(inner.keys() & _FREE))
+        changed_schema({**schema, "allOf": []}, lambda inner: self.free_keywords.update(unenforced(inner)))
         written = NotationWriter(self._writer, notation, schema, self._parser.end).arguments()
         if written is None:
             raise self._unwritable(f"{where} requires arguments whose names or types", where)

@@ -12,6 +12,12 @@ from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, j
 from mlx_server.engine.tools.formats import Notation
 from mlx_server.engine.tools.texts import without
 
+UNENFORCED = (
+    *("pattern", "format", "minLength", "maxLength", "patternProperties", "minItems", "maxItems", "uniqueItems"),
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("minProperties", "maxProperties", "propertyNames", "allOf"),
+)
+"""Never enforced in a model's own notation; of `allOf`, schemas that say different things of one keyword."""
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
@@ -64,14 +70,16 @@ class NotationWriter:
         return first
 
     def _key(self, before: str, key: str) -> str:
-        """Quotes keys that are not words, which parsers of bare keys cannot read."""
-        is_bare = before == "{key}:" and _WORD.fullmatch(key) is None
-        return self._writer.literal(before.format(key=json.dumps(key) if is_bare else key))
+        """Quotes keys that are not words, which Gemma 4's parser cannot read bare."""
+        is_quoted = before == self._notation.member == "{key}:" and _WORD.fullmatch(key) is None
+        return self._writer.literal(before.format(key=json.dumps(key) if is_quoted else key))
 
     def value(self, schema: Any) -> str:
         """Matches one value that fits `schema`."""
         if not isinstance(schema, Mapping):
             return self._anything()
+        if schema.get("allOf"):
+            return self.value({key: value for part in _parts(schema) for key, value in part.items()})
         if "$ref" in schema:
             return self._referenced(str(schema["$ref"]))
         if "const" in schema:
@@ -106,7 +114,7 @@ class NotationWriter:
                     self._members(schema["properties"], schema.get("required", ()), self._notation.member or "")
                 )
             case "object":
-                return self._free_object()
+                return self._free_object(schema.get("additionalProperties"))
             case _:
                 return self._anything()
 
@@ -131,10 +139,11 @@ class NotationWriter:
         words = self._words((*self._notation.booleans, *self._notation.nulls))
         return alternatives([self._text(), self._writer.rule("NUMBER", _NUMBER), words])
 
-    def _free_object(self) -> str:
+    def _free_object(self, members: Any = None) -> str:
+        """An object whose members have any names, and values that fit the schema `members`."""
         before, _, after = (self._notation.member or "").partition("{key}")
         key = self._writer.rule("KEY", r"/\w{1,40}/")
-        member = f"{self._writer.literal(before)} {key} {self._writer.literal(after)} {self._anything()}"
+        member = f"{self._writer.literal(before)} {key} {self._writer.literal(after)} {self.value(members)}"
         return self._object(f"({self._list(self._writer.rule('member', member))})?")
 
     def _array(self, item: str) -> str:
@@ -155,7 +164,7 @@ class NotationWriter:
         return f"{self._writer.literal(quote)} {self._writer.text_until(quote, text)}"
 
     def _constant(self, value: Any) -> str:
-        """Matches exactly `value`; objects and arrays match anything."""
+        """Matches exactly `value`; arrays and objects match anything if the model's parser cannot read them."""
         if isinstance(value, str):
             quote = self._notation.quote
             written = json.dumps(value, ensure_ascii=False) if self._notation.is_escaped else quote + value + quote
@@ -164,4 +173,26 @@ class NotationWriter:
             return self._words(self._notation.nulls)
         if isinstance(value, bool):
             return self._words([word for word in self._notation.booleans if (word.lower() == "true") is value])
-        return self._writer.literal(json.dumps(value)) if isinstance(value, int | float) else self._anything()
+        if not isinstance(value, list | Mapping):
+            return self._writer.literal(json.dumps(value))
+        before = self._notation.member
+        if before is None:
+            return self._anything()
+        separator = f" {self._writer.literal(self._notation.separator)} "
+        if isinstance(value, list):
+            return f'"[" {separator.join(map(self._constant, value))} "]"'
+        members = [f"{self._key(before, key)} {self._constant(one)}" for key, one in value.items()]
+        return f'"{{" {separator.join(members)} "}}"'
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schema without its `allOf`, and the schemas of that."""
+    rest = {key: value for key, value in schema.items() if key != "allOf"}
+    return [part for part in (*schema["allOf"], rest) if isinstance(part, Mapping)]
+
+
+def unenforced(schema: Mapping[str, Any]) -> set[str]:
+    """The schema's own keywords that a notation does not enforce."""
+    found = schema.keys() & UNENFORCED
+    keywords = [keyword for part in _parts(schema) for keyword in part] if schema.get("allOf") else []
+    return found - {"allOf"} if len(keywords) == len(set(keywords)) else found

@@ -161,6 +161,35 @@ def test_what_is_free_between_tags_has_no_closing_tag_either(name: str, schema: 
         assert reads(name, offered, value(f"a{end}b")) is None
 
 
+NOTED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"allOf": [{"$ref": "#/$defs/code"}], "description": "A code."}, ()),
+    ({"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]}, ()),
+    ({"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 1}]}, ("allOf",)),
+    ({"enum": [{"x": 1, "gr\u00f6\u00dfe": [None, "a"]}, [], [True, 2.5], "b"]}, ()),
+    ({"type": "object", "additionalProperties": {"type": "boolean"}}, ()),
+    ({"type": "array", "items": {"type": "object", "additionalProperties": {"const": 7}}}, ()),
+    ({"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 99}, ("maxProperties",)),
+    ({"type": "integer", "not": {"const": -1}}, ("not",)),
+]
+
+
+@pytest.mark.parametrize("name", ["gemma4", "pythonic"])
+@pytest.mark.parametrize(("schema", "named"), NOTED)
+def test_values_in_notations_fit_their_schema_but_for_what_is_named(name: str, schema: Any, named: Any) -> None:
+    offered = tool("f", {**parameters(schema), "$defs": {"code": {"type": "string"}}})
+    assert force(name, [offered]).notes == named
+    outputs = written(name, [offered], range(20), is_parallel=False)
+    assert len(outputs) >= 10
+    for ((_, arguments),) in outputs:
+        jsonschema.validate(arguments, offered["function"]["parameters"])
+
+
+def test_names_of_function_gemma_are_bare() -> None:
+    offered = tool("f", {"properties": {"a.b": {"type": "integer"}}, "required": ["a.b"]})
+    for ((_, arguments),) in written("function_gemma", [offered], range(4), is_parallel=False):
+        assert arguments.keys() == {"a.b"}
+
+
 @pytest.mark.parametrize("name", ["gemma4", "function_gemma", "pythonic"])
 def test_quoted_texts_do_not_spell_the_end_of_their_call(name: str) -> None:
     offered = tool("f", parameters({"type": "string"}))
