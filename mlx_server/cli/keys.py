@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_server.api.auth.key_file import KeyFile, KeyRecord, KeyText
+from mlx_server.api.auth.key_file import KeyFile, KeyRecord, KeyText, remedy
 from mlx_server.api.auth.keys import key_file_path
 from mlx_server.cli.cache import purge_key
 from mlx_server.cli.config import add_config_flag, config_from
@@ -41,14 +41,13 @@ def run_create(args: argparse.Namespace) -> int:
       mlx-serve keys create --config my.toml --tier interactive --label editor
     """
     config = config_from(args)
-    tier = args.tier or config.server.api_key_tier
+    tier = config.server.api_key_tier if args.tier is None else args.tier
     if tier not in config.tiers:
         raise ConfigError(
-            f"--tier: there is no tier {tier} in the configuration (--config FILE){nearest(tier, config.tiers)}"
+            f"--tier: there is no tier {tier!r} in the configuration (--config FILE){nearest(tier, config.tiers)}"
         )
     with _open_keys(config, creates=True) as file:
-        key = file.add(tier, args.label)
-    _print_key(key, tier)
+        file.add(tier, args.label, lambda key: _print_key(key, tier))
     return 0
 
 
@@ -114,8 +113,8 @@ def run_rotate(args: argparse.Namespace) -> int:
       mlx-serve keys rotate 3f9c0a1b2c4d
     """
     with _open_keys(config_from(args)) as file:
-        key, tier = file.rotate(args.id), file.record(args.id).tier
-    _print_key(key, tier)
+        tier = file.record(args.id).tier
+        file.rotate(args.id, lambda key: _print_key(key, tier))
     return 0
 
 
@@ -139,13 +138,20 @@ def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
         with KeyFile.create(path) if creates else KeyFile(path) as file:
             yield file
     except (OSError, sqlite3.Error) as error:
-        raise ServeError(f"The keys in {path} cannot be changed: {error}.") from error
+        raise ServeError(f"The keys in {path} cannot be changed: {error}.{remedy(path)}") from error
 
 
 def _print_key(key: KeyText, tier: str) -> None:
-    """Prints the key alone on standard output, so that it can be piped, and the rest on standard error."""
+    """Prints the key alone on standard output, so that it can be piped, and the rest on standard error. Raises
+    `ServeError` if nobody can have read it."""
     print(f"Key {key.key_id} of the tier {tier}. It is shown only now: store it.", file=sys.stderr)
-    print(key.text)
+    try:
+        print(key.text, flush=True)
+    except OSError as error:
+        raise ServeError(
+            f"The key {key.key_id} cannot be printed: {error.strerror}. Nothing is changed; call this again with an "
+            "output that can be written."
+        ) from error
 
 
 def _row(record: KeyRecord) -> tuple[str, ...]:

@@ -190,27 +190,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
     open_streams()
     try:
-        try:
-            return run(commands(), sys.argv[1:] if argv is None else argv)
-        finally:
-            sys.stdout.flush()
+        return _run_and_flush(sys.argv[1:] if argv is None else argv)
     except (UsageError, ConfigError) as error:
         return _fail(error, EXIT_USAGE)
     except ServeError as error:
         return _fail(error, EXIT_ERROR)
     except KeyboardInterrupt:
+        _drop_output()
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has left, as `head` does
         _drop_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # the last resort
         logging.getLogger(__name__).debug("This was not expected", exc_info=error)
-        _drop_output()
         name = error.filename
         if name is None and not _has_folder():
             name = "the current folder"  # it is deleted
         reason = error.strerror or error
         return _fail(f"{name}: {reason}." if name is not None else reason, EXIT_ERROR)
+
+
+def _run_and_flush(argv: Sequence[str]) -> int:
+    """Raises what the command raises, and else `OSError` if its output cannot be written."""
+    try:
+        status = run(commands(), argv)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return status
 
 
 def _has_folder() -> bool:
@@ -221,7 +229,7 @@ def _has_folder() -> bool:
 
 
 def _drop_output() -> None:
-    """Drops what cannot be written, or Python would try again at exit."""
+    """Writes what was printed, and drops it if it cannot be written, or Python would try again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -229,6 +237,7 @@ def _drop_output() -> None:
 
 
 def _fail(error: object, status: int) -> int:
+    _drop_output()
     print(f"mlx-serve: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 

@@ -414,14 +414,17 @@ def test_a_standard_stream_may_be_closed(closed, argv, status, line):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has this device")
-@pytest.mark.parametrize("argv", [["config", "default"], ["keys", "create"]], ids=" ".join)
-def test_output_that_cannot_be_written_is_one_line(argv, tmp_path):
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [(["config", "default"], ""), (["--help"], ""), (["keys", "create"], r"The key \w{12} cannot be printed: ")],
+)
+def test_output_that_cannot_be_written_is_one_line(argv, reason, tmp_path):
     with open("/dev/full", "w") as full:
         process = in_a_process(
             *argv, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": "", "MLX_SERVE_HOME": str(tmp_path)}
         )
     assert process.returncode == 1
-    assert process.stderr.endswith("mlx-serve: error: No space left on device\n")
+    assert re.search(f"(^|\n)mlx-serve: error: {reason}No space left on device.*\n$", process.stderr)
     assert "Exception" not in process.stderr
 
 

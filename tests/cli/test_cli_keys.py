@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import resource
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -75,7 +79,7 @@ def test_keys_are_of_the_tier_of_the_shared_one_unless_told(keys):
 def test_a_tier_that_is_not_declared_makes_no_key_and_no_file(keys):
     assert keys.run("create", "--tier", "fre", status=2) == ""
     assert keys.errors == (
-        "mlx-serve: error: --tier: there is no tier fre in the configuration (--config FILE); did you mean free?\n"
+        "mlx-serve: error: --tier: there is no tier 'fre' in the configuration (--config FILE); did you mean free?\n"
     )
     assert not keys.path.exists()
 
@@ -139,7 +143,42 @@ def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path)
 def test_an_id_that_is_unknown_is_reported(keys, command):
     keys.create()
     keys.run(command, "0123", status=1)
-    assert keys.errors == "mlx-serve: error: There is no key with the id 0123; `mlx-serve keys list` shows all.\n"
+    assert keys.errors == "mlx-serve: error: There is no key with the id '0123'; `mlx-serve keys list` shows all.\n"
+
+
+@pytest.mark.parametrize("command", ["revoke", "rotate"])
+def test_an_empty_id_or_tier_is_shown_as_one(keys: Keys, command: str) -> None:
+    """As a script gives it whose variable is not set."""
+    keys.create()
+    keys.run(command, "", status=1)
+    assert "There is no key with the id ''" in keys.errors
+    keys.run("create", "--tier", "", status=2)
+    assert "there is no tier '' in the configuration" in keys.errors
+    assert len(json.loads(keys.run("list", "--json"))) == 1
+
+
+class FullOnce(io.StringIO):
+    """Standard output on a disk that was full."""
+
+    flushes = 0
+
+    def flush(self) -> None:
+        self.flushes += 1
+        if self.flushes == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("command", ["create", "rotate"])
+def test_a_key_that_cannot_be_printed_changes_nothing(
+    keys: Keys, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = keys.create()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", FullOnce())
+        keys.run(command, *([id_of(text)] if command == "rotate" else []), status=1)
+    assert "cannot be printed: No space left on device. Nothing is changed; call this again" in keys.errors
+    assert matches(keys, text)
+    assert len(json.loads(keys.run("list", "--json"))) == 1
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("revoke", "x"), ("rotate", "x")])
@@ -161,6 +200,11 @@ def test_on_a_full_disk_no_file_is_left(keys: Keys) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         assert keys.run("create", status=1) == ""
+        full = shutil._ntuple_diskusage(2**30, 2**30, 0)  # type: ignore[attr-defined]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: full)
+            keys.run("create", status=1)
+        assert f"The disk of {keys.path.parent} is full: make room on it" in keys.errors
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"The keys in {keys.path} cannot be changed: " in keys.errors

@@ -14,9 +14,10 @@ import hmac
 import os
 import re
 import secrets
+import shutil
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from mlx_server.errors import ConfigError, InvalidRequestError
 PREFIX = "mlxs"
 _KEY = re.compile(rf"{PREFIX}_([0-9a-f]{{12}})_([0-9a-f]{{64}})")
 _FORMAT = 1
+_MIN_FREE_BYTES = 2**17
+"""SQLite needs less beside a file of keys, for its log and an index of it."""
 _TABLE = """
 CREATE TABLE keys (
     id TEXT PRIMARY KEY,
@@ -118,7 +121,7 @@ class KeyFile:
                 on_error.callback(self._db.close)
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
             except sqlite3.Error as error:
-                raise ConfigError(f"{path} cannot be read as a file of keys: {error}.{_hint(path)}") from error
+                raise ConfigError(f"{path} cannot be read as a file of keys: {error}.{remedy(path)}") from error
             if version != _FORMAT:
                 raise ConfigError(f"{path} is not a file of keys that this version can read (format {version}).")
             on_error.pop_all()
@@ -151,26 +154,28 @@ class KeyFile:
     def close(self) -> None:
         self._db.close()
 
-    def add(self, tier: str, label: str) -> KeyText:
-        """Creates a key."""
+    def add(self, tier: str, label: str, show: Callable[[KeyText], object] = lambda key: None) -> KeyText:
+        """Creates a key. If `show` raises, so does this, and there is no key that nobody has seen."""
         key_id, secret, salt = secrets.token_hex(6), secrets.token_hex(32), secrets.token_bytes(16)
         with self._db:
             self._db.execute(
                 "INSERT INTO keys (id, tier, label, salt, digest, created_s) VALUES (?, ?, ?, ?, ?, ?)",
                 (key_id, tier, label, salt, _digest(salt, secret), time.time()),
             )
-        return KeyText(key_id, secret)
+            show(key := KeyText(key_id, secret))
+        return key
 
-    def rotate(self, key_id: str) -> KeyText:
-        """Gives a key a new secret; the old one stops working. The id, the tier and the usage stay. Raises
-        `InvalidRequestError` for an unknown or revoked key."""
+    def rotate(self, key_id: str, show: Callable[[KeyText], object] = lambda key: None) -> KeyText:
+        """Gives a key a new secret; the old one stops working, unless `show` raises. The id, the tier and the usage
+        stay. Raises `InvalidRequestError` for an unknown or revoked key, and what `show` raises."""
         record = self.record(key_id)
         if record.revoked_s is not None:
             raise InvalidRequestError(f"The key {key_id} is revoked for good; create a new key.")
         secret, salt = secrets.token_hex(32), secrets.token_bytes(16)
         with self._db:
             self._db.execute("UPDATE keys SET salt = ?, digest = ? WHERE id = ?", (salt, _digest(salt, secret), key_id))
-        return KeyText(key_id, secret)
+            show(key := KeyText(key_id, secret))
+        return key
 
     def revoke(self, key_id: str) -> None:
         """Revokes a key for good; its record stays. Raises `InvalidRequestError` for an unknown key."""
@@ -186,7 +191,7 @@ class KeyFile:
         """The record of a key. Raises `InvalidRequestError` for an unknown key."""
         row = self._db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
         if row is None:
-            raise InvalidRequestError(f"There is no key with the id {key_id}; `mlx-serve keys list` shows all.")
+            raise InvalidRequestError(f"There is no key with the id {key_id!r}; `mlx-serve keys list` shows all.")
         return KeyRecord(*row)
 
     def secret(self, key_id: str) -> Secret | None:
@@ -229,8 +234,10 @@ def _fill(path: Path) -> None:
         )
 
 
-def _hint(path: Path) -> str:
-    """The remedy for a file that SQLite cannot open, if the reason is its folder."""
+def remedy(path: Path) -> str:
+    """What helps if SQLite cannot open or change a file because of its disk or folder, after a space; else empty."""
+    if os.access(path.parent, os.F_OK) and shutil.disk_usage(path.parent).free < _MIN_FREE_BYTES:
+        return f" The disk of {path.parent} is full: make room on it, or name another file with --key-file."
     if os.access(path.parent, os.W_OK) or not os.access(path, os.F_OK):
         return ""
     return (

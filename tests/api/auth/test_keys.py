@@ -386,7 +386,7 @@ async def test_keys_are_unknown_revoked_or_listed_in_their_order(keyed: Keyed):
     first, second = keyed.new(), keyed.new()
     assert [record.key_id for record in keyed.file.records()] == [first.key_id, second.key_id]
     for change in (keyed.file.revoke, keyed.file.rotate, keyed.file.record):
-        with pytest.raises(InvalidRequestError, match="no key with the id nothing"):
+        with pytest.raises(InvalidRequestError, match="no key with the id 'nothing'"):
             change("nothing")
     keyed.file.revoke(first.key_id)
     revoked_s = keyed.file.record(first.key_id).revoked_s
