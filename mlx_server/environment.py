@@ -16,7 +16,10 @@ from mlx_server.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_MAX_CHARS = 1_000_000
+MAX_INPUT = 100_000_000
+"""Most characters or bytes of prompts that a command sends to a server."""
+
+_MAX_SETTINGS_BYTES = 1_000_000
 
 
 def version() -> str:
@@ -58,12 +61,26 @@ def exists(path: Path) -> bool:
 
 
 def read_settings(path: Path) -> str:
-    """The text of a small file that a user names. Raises `OSError`, `UnicodeDecodeError`, and `ConfigError` for a file
-    that is too long, as a device without end is."""
-    with path.open(encoding="utf-8") as file:
-        text = file.read(_MAX_CHARS + 1)
-    if len(text) > _MAX_CHARS:
-        raise ConfigError(f"{path} has more than {_MAX_CHARS:,} characters; name a file of settings or of a key.")
+    """The text of a small file that a user names. Raises `UnicodeDecodeError`, and what `read_file` raises."""
+    return read_file(path, _MAX_SETTINGS_BYTES, "a file of settings or of a key").decode()
+
+
+def read_file(path: Path, max_bytes: int, what: str) -> bytes:
+    """The bytes of a file that a user names: `what` it should be. A pipe is read until its writers close it, and is
+    empty without one. Raises `OSError`, and `ConfigError` for a file that is too long, as a device without end is."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ConfigError(f"{path} has more than {max_bytes:,} bytes; name {what}.")
+    return content
+
+
+def read_stdin() -> str:
+    """Standard input, as prompts. Raises `ConfigError` for more than `MAX_INPUT` characters."""
+    text = sys.stdin.read(MAX_INPUT + 1)
+    if len(text) > MAX_INPUT:
+        raise ConfigError(f"Standard input has more than {MAX_INPUT:,} characters; send less at a time.")
     return text
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -240,7 +242,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     [
         ("a = " + "[" * 5000, "is not valid TOML: it is nested too deeply"),
         ("port = " + "9" * 5000, "is not valid TOML: Exceeds the limit"),
-        ("#" * 1_000_001, "has more than 1,000,000 characters; name a file of settings"),
+        ("#" * 1_000_001, "has more than 1,000,000 bytes; name a file of settings"),
     ],
     ids=["deep", "long number", "long file"],
 )
@@ -252,8 +254,18 @@ def test_a_file_that_is_too_deep_or_too_long_is_named(tmp_path, text, words):
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
 def test_a_file_without_end_is_named():
-    with pytest.raises(ConfigError, match="/dev/zero has more than 1,000,000 characters"):
+    with pytest.raises(ConfigError, match="/dev/zero has more than 1,000,000 bytes"):
         load_config(Path("/dev/zero"), environ={})
+
+
+def test_a_pipe_is_read_to_its_end_and_is_empty_without_a_writer(tmp_path):
+    """As a shell gives one for `<(command)`."""
+    os.mkfifo(tmp_path / "pipe")
+    assert load_config(tmp_path / "pipe", environ={}) == load_config(environ={})
+    reader, writer = os.pipe()
+    with os.fdopen(reader):
+        Timer(0.05, lambda: [os.write(writer, b"[server]\nport = 7\n"), os.close(writer)]).start()
+        assert load_config(Path(f"/dev/fd/{reader}"), environ={}).server.port == 7
 
 
 def test_settings_cannot_be_changed_afterwards():

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, one_line, size, table
 from mlx_server.config import Config
 from mlx_server.engine.prefixes.model_on_disk import disk_folder
-from mlx_server.environment import exists, expanded
+from mlx_server.environment import MAX_INPUT, exists, expanded, read_file, read_stdin
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.disk import LOCK, WriteBudget
 from mlx_server.kv_disk.files import Files
@@ -267,7 +266,7 @@ def run_warm(args: argparse.Namespace) -> int:
 
 def _text(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else expanded(name).read_text("utf-8")
+        return read_stdin() if name == "-" else read_file(expanded(name), MAX_INPUT, "a file of prompts").decode()
     except OSError as error:
         raise ServeError(f"{name} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from mlx_server.cli.main import EXIT_INTERRUPTED
 from mlx_server.cli.remote import RemoteError, RemoteServer, add_remote_flags
+from mlx_server.environment import read_stdin
 
 _QUIET, _PLAIN = "\x1b[2m", "\x1b[0m"
 _HELP = "/clear starts again, /retry repeats the last question, /quit or Ctrl-D ends; Ctrl-C stops an answer."
@@ -148,7 +149,7 @@ class Answer:
 
 def _question(words: list[str]) -> str | None:
     """The one question to ask: piped text, then the words; None for a conversation."""
-    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    piped = "" if sys.stdin.isatty() else read_stdin().strip()
     return "\n\n".join(part for part in (piped, " ".join(words)) if part) or None
 
 

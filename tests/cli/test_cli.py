@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_server import config
+from mlx_server import config, environment
 from mlx_server.api.http import listener
 from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group, main, run
@@ -411,6 +411,33 @@ def test_a_standard_stream_may_be_closed(closed, argv, status, line):
     process = in_a_process(*argv, closed=closed)
     assert (process.returncode, process.stdout) == (status, "")
     assert re.fullmatch(line, process.stderr)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="no /dev/zero")
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("cache warm /dev/zero", "/dev/zero has more than 1,000,000 bytes; name a file of prompts."),
+        ("cache warm -", "Standard input has more than 1,000,000 characters; send less at a time."),
+        ("chat hello", "Standard input has more than 1,000,000 characters; send less at a time."),
+        (
+            "config check --tls-cert /dev/zero --tls-key /dev/zero",
+            "tls_cert: /dev/zero is no regular file; name a PEM file.",
+        ),
+        (
+            "config check --key-file /dev/zero",
+            "/dev/zero is not a file of keys that this version can read (format 0). It is no regular file: "
+            "name another with --key-file.",
+        ),
+    ],
+)
+def test_files_without_end_are_refused(argv, line, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "MAX_INPUT", 1_000_000)
+    monkeypatch.setattr("mlx_server.cli.cache.MAX_INPUT", 1_000_000)
+    with open("/dev/zero") as zeros:
+        monkeypatch.setattr(sys, "stdin", zeros)
+        assert main(argv.split()) == 2
+    assert capsys.readouterr().err == f"mlx-serve: error: {line}\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has this device")

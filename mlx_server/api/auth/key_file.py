@@ -123,7 +123,9 @@ class KeyFile:
             except sqlite3.Error as error:
                 raise ConfigError(f"{path} cannot be read as a file of keys: {error}.{remedy(path)}") from error
             if version != _FORMAT:
-                raise ConfigError(f"{path} is not a file of keys that this version can read (format {version}).")
+                raise ConfigError(
+                    f"{path} is not a file of keys that this version can read (format {version}).{remedy(path)}"
+                )
             on_error.pop_all()
 
     @classmethod
@@ -235,7 +237,9 @@ def _fill(path: Path) -> None:
 
 
 def remedy(path: Path) -> str:
-    """What helps if SQLite cannot open or change a file because of its disk or folder, after a space; else empty."""
+    """What helps against an error of SQLite, after a space, if the file's kind, disk or folder is the cause."""
+    if path.exists() and not path.is_file():
+        return " It is no regular file: name another with --key-file."
     if os.access(path.parent, os.F_OK) and shutil.disk_usage(path.parent).free < _MIN_FREE_BYTES:
         return f" The disk of {path.parent} is full: make room on it, or name another file with --key-file."
     if os.access(path.parent, os.W_OK) or not os.access(path, os.F_OK):

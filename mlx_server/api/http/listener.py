@@ -6,15 +6,17 @@ import errno
 import os
 import socket
 import ssl
+import stat
 from dataclasses import replace
 from typing import Any
 
 from mlx_server.config import ServerConfig
-from mlx_server.environment import expanded, is_mac
+from mlx_server.environment import expanded, is_mac, read_file
 from mlx_server.errors import ConfigError, ServeError
 
 _BACKLOG = 2048
 _CONNECT_S = 1.0
+_MAX_PEM_BYTES = 1_000_000
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -86,7 +88,9 @@ def check_tls(server: ServerConfig) -> None:
         raise ConfigError(f"{given} is set and {missing} is not; give both, or neither for plain HTTP.")
     for name, value in (("tls_cert", server.tls_cert), ("tls_key", server.tls_key)):
         try:
-            expanded(value).read_bytes()
+            if not stat.S_ISREG(expanded(value).stat().st_mode):  # it is read twice
+                raise ConfigError(f"{name}: {value} is no regular file; name a PEM file.")
+            read_file(expanded(value), _MAX_PEM_BYTES, "a PEM file")
         except OSError as error:
             raise ConfigError(f"{name}: {value} cannot be read: {error.strerror}.") from error
     cert, key = (expanded(value) for value in (server.tls_cert, server.tls_key))

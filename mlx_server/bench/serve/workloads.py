@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_server.bench.serve.client import DEFAULT_TIER, Message, StreamClient, Tier
+from mlx_server.environment import read_file
 from mlx_server.errors import ConfigError, ServeError
 
 WORDS = ("time", "river", "stone", "cloud", "green", "table", "seven", "light", "north", "paper", "quiet", "field")
@@ -32,6 +33,7 @@ BLOCK_TOKENS = 512
 """Tokens that one hash id of a trace stands for."""
 
 _CALIBRATION_WORDS = (100, 300)
+_MAX_BYTES = 2**30
 
 
 class Prompts:
@@ -226,7 +228,7 @@ def read_dataset(path: Path, limit: int | None = None, output_len: int = 64) -> 
     """The first `limit` requests of the file. Prompts have answers of `output_len` tokens unless the file says it. A
     trace is sorted by arrival, in seconds since the first. Raises `ConfigError` with the number of a wrong line."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(path, _MAX_BYTES, "a dataset or a trace").decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"Cannot read the dataset {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

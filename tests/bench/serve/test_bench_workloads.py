@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_server.bench.serve import workloads
 from mlx_server.bench.serve.run import Arrivals
 from mlx_server.bench.serve.workloads import (
     SHAPES,
@@ -184,3 +185,10 @@ def test_arrivals_repeat_with_their_seed():
     arrivals = Arrivals(2.0)
     assert arrivals.times_s(50, 1) == arrivals.times_s(50, 1) != arrivals.times_s(50, 2)
     assert arrivals.times_s(0, 1) == []
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_a_dataset_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "_MAX_BYTES", 1_000_000)
+    with pytest.raises(ConfigError, match="/dev/zero has more than 1,000,000 bytes; name a dataset or a trace"):
+        read_dataset(Path("/dev/zero"))
