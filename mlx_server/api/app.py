@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from mlx_server.api import admin, dashboard, llama_cpp, probes
 from mlx_server.api.answers.chat_plan import ChatPlanner
@@ -69,6 +72,7 @@ def create_app(
     chats = ChatPlanner(ImageLoader(config.server))
     context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers, chats, store)
     app.state.context = context
+    app.router.routes.insert(0, Route("/openapi.json", _document_route(app), include_in_schema=False))
     for routes in _ROUTES:
         app.include_router(routes.router)
     install_error_handlers(app)
@@ -78,3 +82,17 @@ def create_app(
     app.add_middleware(ExchangeMiddleware, metrics=context.http_metrics, quotas=quotas)
     (tracing or open_tracing(config.observability)).instrument(app)
     return app
+
+
+def _document_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
+    """Answers with the OpenAPI document in place of FastAPI's own route, which makes it on the event loop's thread (a
+    second) and encodes it for each request."""
+    making: asyncio.Task[bytes] | None = None
+
+    async def document(request: Request) -> Response:
+        nonlocal making
+        if making is None:
+            making = asyncio.create_task(asyncio.to_thread(lambda: bytes(JSONResponse(app.openapi()).body)))
+        return Response(await asyncio.shield(making), media_type="application/json")
+
+    return document

@@ -12,6 +12,7 @@ from mlx_server.api.answers.chat_plan import ChatPlanner
 from mlx_server.api.answers.generation_service import GenerationService
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
+from mlx_server.api.http.paced import Paced
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.shared_store import SharedStore
@@ -37,6 +38,7 @@ class ServerContext:
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     process: psutil.Process = field(default_factory=psutil.Process)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)
+    scrapes: Paced = field(default_factory=Paced)
     responses: ResponseStore = field(default_factory=ResponseStore)
 
 

@@ -161,6 +161,10 @@ def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, 
 async def metrics(context: Context) -> Response:
     """Prometheus' text format: vLLM's series and our own. An unloaded model keeps its counters; one that was never
     loaded has a state only."""
+    return Response(await context.scrapes.answer(lambda: _exposition(context)), media_type=CONTENT_TYPE)
+
+
+def _exposition(context: ServerContext) -> bytes:
     readings = [
         EngineReading(
             engine.model_name,
@@ -181,4 +185,4 @@ async def metrics(context: Context) -> Response:
         "shared_store": context.shared_store,
         "kv_events": context.pool.events,
     }
-    return Response(render(readings, others), media_type=CONTENT_TYPE)
+    return render(readings, others)
