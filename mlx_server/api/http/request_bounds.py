@@ -112,7 +112,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
     def checked(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
-            raise ValueError(f"must have at most {limit} {what}, got {len(value)}")
+            raise ValueError(f"must have at most {limit} {what}, got {len(value)}; send fewer at a time")
         return value
 
     return BeforeValidator(checked)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
 
+from mlx_server.api.openai import tokenization
 from mlx_server.api.openai.tokenization import MAX_IDS
+from mlx_server.engine.text.tokenizer import check_ids
 from tests.api.fakes import say
 from tests.api.worlds import World, user
 
@@ -107,7 +110,31 @@ async def test_conversations_for_longer_contexts_are_counted(world: World):
 async def test_millions_of_ids_are_to_be_sent_in_parts(world: World):
     answer = await world.http.post("/detokenize", json={"tokens": [5] * (MAX_IDS + 1)})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
-    assert f"at most {MAX_IDS}" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"] == (
+        f"tokens: must have at most {MAX_IDS} ids, got {MAX_IDS + 1}; send fewer at a time"
+    )
+    assert MAX_IDS <= 131_072  # while the library decodes them, no other thread runs
+
+
+async def test_ids_are_looked_at_and_answered_for_in_a_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand take milliseconds each way, in which the event loop would send no token."""
+    threads: list[threading.Thread] = []
+
+    class Counted(tokenization.JSONResponse):
+        def render(self, content: object) -> bytes:
+            threads.append(threading.current_thread())
+            return super().render(content)
+
+    def check(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        check_ids(*arguments)
+
+    monkeypatch.setattr(tokenization, "JSONResponse", Counted)
+    monkeypatch.setattr(tokenization, "check_ids", check)
+    answer = (await world.http.post("/detokenize", json={"tokens": [5] * 100})).json()
+    assert answer["prompt"] == answer["text"] != ""
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
