@@ -54,7 +54,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     errors.QuotaExceededError: 429,
     errors.OverloadedError: 503,
     errors.EngineDeadError: 503,
-    errors.UnknownModelError: 404,  # this and the next three are of pulls: a load that fails is an `OverloadedError`
+    errors.UnknownModelError: 404,  # this and the next two are of pulls: a load that fails is an `OverloadedError`
     errors.ModelLoadError: 501,
     errors.DownloadError: 503,
     errors.InsufficientStorageError: 507,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.engine.memory.need import MemoryNeed
-from mlx_server.errors import InsufficientMemoryError, OverloadedError, ServeError
+from mlx_server.errors import InsufficientMemoryError, InsufficientStorageError, OverloadedError, ServeError
 from mlx_server.pool.catalog import ModelSpec
 
 
@@ -192,9 +192,10 @@ class PooledModel:
             return OverloadedError(failure.message, failure.retry_after_s)
         reason = failure.message if isinstance(failure, ServeError) else "the server's log has the reason."
         retry_s = max(0.0, self.retry_s - now)
-        return OverloadedError(
-            f"The model `{self.name}` is not loaded: {reason} It may be tried again in {retry_s:.0f} s.", retry_s
-        )
+        message = f"The model `{self.name}` is not loaded: {reason} It may be tried again in {retry_s:.0f} s."
+        if isinstance(failure, InsufficientStorageError):
+            return InsufficientStorageError(message)
+        return OverloadedError(message, retry_s)
 
     def begin_load(self) -> None:
         self._move((ModelState.UNLOADED, ModelState.FAILED), ModelState.LOADING)

@@ -24,6 +24,7 @@ from mlx_server.engine.parts import Surroundings
 from mlx_server.errors import (
     EngineDeadError,
     InsufficientMemoryError,
+    InsufficientStorageError,
     ModelLoadError,
     ModelNotFoundError,
     OverloadedError,
@@ -389,6 +390,19 @@ async def test_a_failure_is_remembered_for_a_while_and_harms_no_other_model(capl
         await world.use("a")
         assert world.pool.find("a").failure is None
         assert world.loaded() == {"a", "b"}
+
+
+async def test_a_disk_that_is_too_small_is_named_as_such_and_tried_again_later():
+    """As a pull is answered: clients need not try again by themselves."""
+    async with world_of("a", retry_failed_s=30.0) as world:
+        world.factory.refusals["a"] = InsufficientStorageError("The cache has 0.01 GB free.")
+        for _ in range(2):
+            with pytest.raises(InsufficientStorageError, match=r"`a` is not loaded: The cache has .* again in \d+ s"):
+                await world.use("a")
+        assert world.factory.loads() == ["a"]
+        del world.factory.refusals["a"]
+        world.now_s += 30.0
+        await world.use("a")
 
 
 async def test_an_explicit_load_does_not_wait_for_the_pause_to_end():
