@@ -264,6 +264,29 @@ def test_a_kernel_that_does_not_compile_leaves_all_to_mlx(caplog: pytest.LogCapt
     assert "no matrix here" in caplog.text
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_error_while_products_are_measured_leaves_the_shape_to_mlx(
+    home: Path, caplog: pytest.LogCaptureFixture, exact: bool
+) -> None:
+    """One line has the device's words; the next load measures again."""
+
+    def measure(shape: ProductShape, *arguments: Any) -> ProductTimes:
+        if (shape.num_columns, shape.bits) == SHAPES[0]:
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
+        return times(0.5, 0.6, FIXED_TIMES if exact else MLX_TIMES)(shape, *arguments)
+
+    kernels = HostKernels()
+    with caplog.at_level(logging.WARNING):
+        model = installed(kernels, measure, exact=exact)
+    assert [record.message.partition(" cannot be ")[2] for record in caplog.records] == [
+        "measured here, so MLX's are used: [METAL] Command buffer execution failed: Caused GPU Timeout Error"
+    ]
+    assert launched(kernels, model.dense, (1, 8)) == [None, None]
+    assert launched(kernels, model.layers[0], (1, 8)) == ["vector", "vector"]
+    document = json.loads((home / "kernels" / ("exact_products.json" if exact else "products.json")).read_text())
+    assert [(entry["shape"]["num_columns"], entry["shape"]["bits"]) for entry in document["choices"]] == SHAPES[1:]
+
+
 def test_times_are_measured_once_for_a_shape_and_proved_at_each_load(home: Path) -> None:
     seen: list[ProductShape] = []
 

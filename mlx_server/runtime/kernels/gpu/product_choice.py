@@ -140,7 +140,13 @@ def gpu_products(
 
 
 def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTimes]) -> ProductTimes:
-    times = chooser.measured()
+    """The times, which are stored; none if the device reports an error, which may be of an earlier step of it. If it
+    still cannot compute, the checks of the loaded model say so."""
+    try:
+        times = chooser.measured()
+    except (RuntimeError, ValueError) as error:
+        logger.warning("Products with %s cannot be measured here, so MLX's are used: %s", chooser.shape, error)
+        return ProductTimes({})
     try:
         stored.store({chooser.shape: times})
     except OSError as error:
