@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -102,6 +102,17 @@ def add_key_argument(parser: argparse.ArgumentParser) -> None:
 def api_key(args: argparse.Namespace) -> str | None:
     """The key to send, or None."""
     return args.api_key or os.environ.get(_KEY_VARIABLE)
+
+
+def changed_options(
+    args: argparse.Namespace, declare: Callable[[argparse.ArgumentParser], object]
+) -> argparse.Namespace:
+    """The options that `declare` declares whose values are not their defaults."""
+    parser = argparse.ArgumentParser()
+    declare(parser)
+    defaults = vars(parser.parse_args([]))
+    changed = {name: value for name, value in vars(args).items() if name in defaults and value != defaults[name]}
+    return argparse.Namespace(**changed)
 
 
 def refuse_options(args: argparse.Namespace, names: Iterable[str], what: str) -> None:

@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
             documents.append({"threads": threads, **as_document(load.name, sides, figures)})
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "api_key")}
     document = {"benchmark": "compare", "settings": settings, "results": documents}
+    print(f"\n{json.dumps(document, default=str)}", flush=True)
     write_json(args.json, document)
-    print(f"\n{json.dumps(document, default=str)}")
     return 0 if is_whole else 1
 
 

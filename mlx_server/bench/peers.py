@@ -32,6 +32,7 @@ from types import MappingProxyType
 import gguf
 
 from mlx_server.bench import compare, random_folder
+from mlx_server.bench.arguments import changed_options, refuse_options
 from mlx_server.bench.serve.client import CHAT
 from mlx_server.bench.serve.command import INTRUDER, check_options
 from mlx_server.bench.tables import print_progress
@@ -90,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints which peers are available, then what `compare` prints. Raises `ServeError` and its kinds."""
     check_options(args, *args.workload)
+    if args.install_only:
+        given = changed_options(args, add_arguments)
+        refuse_options(given, {*vars(given)} - {"peers", "install_only", "model"}, "--install-only")
     folder = home() / "peers"
     model = model_folder(args.model, folder / "models")
     servers = [OURS]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_server.errors import ServeError
+
 _Item = TypeVar("_Item")
 
 
@@ -34,9 +36,16 @@ def print_progress(progress: str) -> None:
 
 
 def write_json(path: Path | None, document: object) -> None:
-    """Writes the document to the file of `--json`, if there is one."""
-    if path is not None:
-        path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+    """Writes the document to the file of `--json`, if there is one. Raises `ServeError` if that fails, after printing
+    the document, which may have taken hours."""
+    if path is None:
+        return
+    text = json.dumps(document, indent=2, default=str)
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        print(text)
+        raise ServeError(f"--json: cannot write {path}: {error.strerror}. The figures are printed instead.") from error
 
 
 def format_bytes(count: int) -> str:

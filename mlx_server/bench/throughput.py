@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.bench.arguments import add_json_argument, crossed_numbers, from_1, refuse_options
+from mlx_server.bench.arguments import add_json_argument, changed_options, crossed_numbers, from_1, refuse_options
 from mlx_server.bench.instruments import write_figures
 from mlx_server.bench.systems import (
     CHAT_WORKLOADS,
@@ -41,6 +41,7 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.runtime.models.loader import LoadedModel, load
 
 SYSTEMS = ("sequential", "batch", "engine")
+_OF_ENGINE = ("max_num_batched_tokens", "attention_backend", "kv_cache_memory", "speculate", "draft_model")
 _TURN_FIGURES = ("elapsed_s", "num_model_calls", "num_prompt_tokens_computed", "peak_memory_bytes")
 PREFILL_SETTINGS = ("2048x8", "512x8", "512x1")
 """Of mlx-lm's `BatchGenerator`: its default, and two smaller settings that are faster on a CPU."""
@@ -93,8 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a table for each workload and number of requests. Raises `ServeError` and its kinds."""
-    if "engine" not in args.systems or not {"auto", "model"} & set(args.speculate):
-        refuse_options(args, ("draft_model",), "these systems, none of which drafts with a model")
+    _check_options(args)
     loaded = _load(args.model)
     systems = _systems(args, loaded)
     warm_up = make_warm_up(loaded.vocab_size)
@@ -110,6 +110,19 @@ def run(args: argparse.Namespace) -> int:
     settings = {key: value for key, value in vars(args).items() if key != "json"}
     write_figures(args.json, "throughput", settings=settings, results=documents)
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for options that change none of the systems. One that is given its default passes."""
+    given, shown = changed_options(args, add_arguments), ", ".join(args.systems)
+    if "engine" not in args.systems:
+        refuse_options(given, _OF_ENGINE, shown)
+    if "batch" not in args.systems:
+        refuse_options(given, ("batch_prefill",), shown)
+    if args.systems == ["sequential"]:
+        refuse_options(given, ("max_num_seqs",), shown)
+    if not {"auto", "model"} & set(args.speculate):
+        refuse_options(args, ("draft_model",), "these systems, none of which drafts with a model")
 
 
 def _load(name: str) -> LoadedModel:

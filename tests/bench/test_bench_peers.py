@@ -90,7 +90,9 @@ def test_a_peer_is_installed_once_and_compared(index, tmp_path, monkeypatch, cap
 
 def test_what_cannot_be_installed_is_named_with_pips_reason(index, monkeypatch, capsys):
     monkeypatch.setattr(peers, "PEERS", {"none": fake(requirement="no-such-peer")})
-    for more in ((), ("--install-only", "--url", "a=http://127.0.0.1:1")):
+    with pytest.raises(ConfigError, match="Without effect on --install-only: --rounds, --url"):
+        peers.run(parsed("--peers", "none", "--install-only", "--url", "a=http://127.0.0.1:1", "--rounds", "3"))
+    for more in ((), ("--install-only",)):
         with pytest.raises(ConfigError, match="No peer is available"):
             peers.run(parsed("--peers", "none", *more))
     assert "none: unavailable: ERROR: No matching distribution found for no-such-peer" in capsys.readouterr().out

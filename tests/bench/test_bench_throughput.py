@@ -451,7 +451,13 @@ def test_wrong_options_are_refused(options):
     [
         ("--workload uniform --num-requests 17", "--num-requests is 17, but uniform has only 16 requests"),
         ("--speculate ngram --draft-model any", "Without effect on these systems.*--draft-model"),
-        ("--systems batch --draft-model any", "Without effect on these systems.*--draft-model"),
+        ("--systems batch --draft-model any", "Without effect on batch: --draft-model"),
+        (
+            "--systems sequential batch --speculate off --attention-backend cpu --kv-cache-memory 1GiB",
+            "Without effect on sequential, batch: --attention-backend, --kv-cache-memory, --speculate",
+        ),
+        ("--systems engine --batch-prefill 512x1", "Without effect on engine: --batch-prefill"),
+        ("--systems sequential --max-num-seqs 4", "Without effect on sequential: --max-num-seqs"),
     ],
 )
 def test_options_without_effect_are_refused_before_anything_is_measured(options, message):

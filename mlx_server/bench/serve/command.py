@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         check_options(args, name)
     load = make_load(args, name, dataset=args.dataset, tiers=args.tier)
     result = _measure_with_progress(make_target(args, args.url, args.model), load)
+    print(f"{render(result)}\n{json.dumps(without_arrays(result))}", flush=True)
     write_json(args.json, result)
     if args.plot is not None:
         write_charts(result, args.plot)
-    print(f"{render(result)}\n{json.dumps(without_arrays(result))}")
     return 1 if result["failed"] else 0
 
 

@@ -18,7 +18,7 @@ from mlx_server.bench.serve.client import (
     Tier,
     connect,
 )
-from mlx_server.bench.serve.report import describe_counters, describe_requests, summarise
+from mlx_server.bench.serve.report import added_counts, describe_counters, describe_requests, summarise
 from mlx_server.bench.serve.workloads import (
     Plan,
     Prompts,
@@ -34,6 +34,9 @@ from mlx_server.errors import ServeError
 
 _NUM_TOKENS_BEFORE = 8
 """Tokens that each stream must have received before the long prompt is sent."""
+
+_MOST_COUNTED = 1.01
+"""Output tokens that a server counts, by those that a run received, if nobody else uses it."""
 
 _NUM_INTRUDER_TOKENS = 8
 """Output tokens of the long prompt."""
@@ -149,9 +152,22 @@ async def _send(
         "burstiness": load.arrivals.burstiness if load.arrivals else 1.0,
         **summarise(records, duration_s, load.goodput),
         **({"tiers": by_tier} if by_tier else {}),
-        **describe_counters(before, after),
+        **_counters(before, after, records),
         **describe_requests(records),
     }
+
+
+def _counters(before: str, after: str, records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """`describe_counters`; nothing, with a word, if the server also answered others in the run, and so counts them."""
+    num_counted = added_counts(before, after)["vllm:generation_tokens"]
+    num_own = sum(record.num_output_tokens for record in records)
+    if num_counted <= _MOST_COUNTED * num_own or not all(record.is_complete for record in records):
+        return describe_counters(before, after)
+    print_progress(
+        f"Figures by the server's counters are left out: it made {num_counted:,} output tokens in the run, which has "
+        f"{num_own:,}. Measure a server that nobody else uses."
+    )
+    return {}
 
 
 def check_warm_up(records: Sequence[RequestRecord]) -> None:
@@ -252,7 +268,7 @@ async def _intrude(
         **summarise(records, duration_s, load.goodput),
         "num_streams": intruder.num_streams,
         **describe_intrusion(*records),
-        **describe_counters(before, after),
+        **_counters(before, after, records),
         **describe_requests(records),
     }
 

@@ -264,6 +264,20 @@ def test_tokens_a_model_call_are_those_of_the_run_alone():
         assert "output_tokens_per_model_call" not in result
 
 
+def test_counters_of_a_server_that_others_use_are_left_out_with_a_word(capsys):
+    counted = [f'vllm:generation_tokens_total{{model_name="m"}} {count}.0' for count in (100, 140)]
+    calls = [f'mlx_serve:model_calls_total{{model_name="m"}} {count}.0' for count in (50, 70)]
+    scrapes = ["\n".join(lines) for lines in zip(counted, calls, strict=True)]
+    result = measured(ScriptedServer(scrapes=[*scrapes]), load_of(Shape(4, 0, Span(20, 20), Span(5, 5))))
+    assert "output_tokens_per_model_call" not in result
+    assert capsys.readouterr().err == (
+        "Figures by the server's counters are left out: it made 40 output tokens in the run, which has 20. Measure a "
+        "server that nobody else uses.\n"
+    )
+    result = measured(ScriptedServer(scrapes=[*scrapes]), load_of(Shape(8, 0, Span(20, 20), Span(5, 5))))
+    assert result["output_tokens_per_model_call"] == 2.0
+
+
 @pytest.mark.parametrize(
     "scrapes",
     [
@@ -489,6 +503,16 @@ def on_scripted(monkeypatch):
     monkeypatch.setattr(command, "Target", lambda **fields: make(**fields, transport=server))
     monkeypatch.setattr(command.asyncio, "run", run_virtually)
     return server
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")
+def test_figures_that_cannot_be_written_are_printed(on_scripted, capsys):
+    with pytest.raises(ServeError, match=r"--json: cannot write /dev/full: No space left .* are printed instead"):
+        command.run(parsed("--num-prompts", "2", "--output-len", "3", "--json", "/dev/full"))
+    printed = capsys.readouterr().out
+    table, _, whole = printed.partition("\n{\n")
+    assert json.loads(table.splitlines()[-1])["completed"] == 2
+    assert json.loads("{" + whole)["output_lens"] == [3, 3]
 
 
 def test_the_command_prints_tables_then_one_line_of_json(on_scripted, tmp_path, capsys):

@@ -20,7 +20,16 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.arguments import above_0, add_json_argument, at_least_0, byte_size, from_0, from_1, refuse_options
+from mlx_server.bench.arguments import (
+    above_0,
+    add_json_argument,
+    at_least_0,
+    byte_size,
+    changed_options,
+    from_0,
+    from_1,
+    refuse_options,
+)
 from mlx_server.bench.lab.simulator.disk import DiskCost
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
@@ -308,11 +317,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raises `ConfigError` for options that change nothing because of others. One that is given its default passes."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    changed = {name: value for name, value in vars(args).items() if name in defaults and value != defaults[name]}
-    given, kind = argparse.Namespace(**changed), _kind(args)
+    given, kind = changed_options(args, add_arguments), _kind(args)
     refuse_options(given, {name for names in _OPTIONS.values() for name in names}.difference(_OPTIONS[kind]), kind)
     if args.kv_disk is None:
         refuse_options(given, ("kv_disk_writes_per_day", "disk_gb_per_s"), "a replay without --kv-disk")
