@@ -41,6 +41,7 @@ from mlx_server.setting import (
     parse_size,
     read_table,
     read_text,
+    refuse_misplaced,
     refuse_unknown_variables,
 )
 from mlx_server.tiers import DEFAULT_TIER, Tier, default_tiers, read_tiers
@@ -422,7 +423,9 @@ def _file_config(path: Path) -> Config:
         "tiers": read_tiers(document.pop("tiers", {}), str(path)),
         "models": read_models(document.pop("models", []), overridable, str(path)),
     }
+    homes = {setting.name: setting.section for setting in settings()}
     for section, values in document.items():
+        refuse_misplaced(section, values, homes, str(path))
         if section not in _SECTIONS:
             raise ConfigError(f"{path}: unknown section [{section}]{nearest(section, (*_SECTIONS, *found))}")
         if not isinstance(values, dict):

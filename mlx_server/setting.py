@@ -198,6 +198,14 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> No
             raise ConfigError(f"{where}: unknown key {name}{nearest(name, known)}")
 
 
+def refuse_misplaced(section: str, values: object, homes: Mapping[str, str], where: str) -> None:
+    """Raises `ConfigError` for a setting outside its section, which `homes` names: one of the `values` of another
+    section, or `section` itself if it is a setting."""
+    for name in values if isinstance(values, dict) else (section,):
+        if homes.get(name, section) != section:
+            raise ConfigError(f"{where}: {name} belongs to the section [{homes[name]}].")
+
+
 def refuse_unknown_variables(environ: Iterable[str], settings: Iterable[str]) -> None:
     """Raises `ConfigError` for a variable with our prefix that nothing reads; the message names the nearest of
     `settings`, the variables of settings."""
