@@ -138,7 +138,9 @@ def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
         with KeyFile.create(path) if creates else KeyFile(path) as file:
             yield file
     except (OSError, sqlite3.Error) as error:
-        raise ServeError(f"The keys in {path} cannot be changed: {error}.{remedy(path)}") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        hint = remedy(path) or " Check the file and its folder, or name another file with --key-file."
+        raise ServeError(f"The keys in {path} cannot be changed: {reason}.{hint}") from error
 
 
 def _print_key(key: KeyText, tier: str) -> None:

@@ -192,7 +192,10 @@ def test_without_a_file_the_first_step_is_named(keys, arguments):
 def test_a_file_that_cannot_be_made_is_reported(keys):
     keys.path.parent.write_text("a file where a folder should be")
     keys.run("create", status=1)
-    assert "cannot be changed" in keys.errors
+    assert keys.errors == (
+        f"mlx-serve: error: The keys in {keys.path} cannot be changed: File exists. Check the file and its folder, or "
+        "name another file with --key-file.\n"
+    )
 
 
 def test_on_a_full_disk_no_file_is_left(keys: Keys) -> None:
