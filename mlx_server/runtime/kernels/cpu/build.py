@@ -71,7 +71,8 @@ def build(
             logger.info("Compiling %s for this machine, once; it takes some seconds.", name)
             builder.make(units, library)
     except OSError as error:
-        raise NativeBuildError(f"{library} cannot be built: {error}") from error
+        reason = error.strerror or error
+        raise NativeBuildError(f"{library} cannot be built: {reason}; MLX_SERVE_HOME names another folder") from error
     return library
 
 
