@@ -6,6 +6,7 @@ Its tokenizer has a word for every id, so that each generated token is visible a
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_server.bench.serve.workloads import WORDS
-from mlx_server.errors import ConfigError
+from mlx_server.errors import ConfigError, ServeError
 from mlx_server.runtime.models import random_models
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -33,7 +34,13 @@ def run(args: argparse.Namespace) -> int:
     if args.folder.exists():
         raise ConfigError(f"{args.folder} exists; name a folder that does not.")
     model, config = random_models.build(args.name)
-    save_folder(model, config, args.folder, word_tokenizer(int(config["vocab_size"])))
+    try:
+        save_folder(model, config, args.folder, word_tokenizer(int(config["vocab_size"])))
+    except (OSError, RuntimeError) as error:  # MLX says so if it cannot write
+        shutil.rmtree(args.folder, ignore_errors=True)
+        raise ServeError(
+            f"{args.folder} cannot be written: {error}. Make room and check the rights, or name another folder."
+        ) from error
     print(args.folder)
     return 0
 

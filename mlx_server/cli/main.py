@@ -7,6 +7,7 @@ when one of its commands is called, so that `mlx-serve --help` and a mistyped co
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import inspect
 import logging
@@ -27,6 +28,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 _MAX_USAGE_CHARS = 400
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UsageError(Exception):
@@ -206,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = error.filename
         if name is None and not _has_folder():
             name = "the current folder"  # it is deleted
+        if name is None and error.errno in _UNWRITTEN:
+            name = "A file or the output cannot be written"
         reason = error.strerror or error
         return _fail(f"{name}: {reason}." if name is not None else reason, EXIT_ERROR)
 

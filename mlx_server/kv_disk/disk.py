@@ -435,7 +435,9 @@ def open_disk(folder: Path, size: str, bytes_per_day: int) -> KvDisk | None:
             folder,
         )
     except OSError as error:
-        logger.warning("There is no K/V cache on disk: %s cannot be used: %s. Give another --kv-disk-dir.", folder, error)
+        logger.warning(
+            "There is no K/V cache on disk: %s cannot be used: %s. Give another --kv-disk-dir.", folder, error
+        )
         if lock is not None:
             os.close(lock)
     return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 
 import pytest
 
 from mlx_server.bench import random_folder
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.errors import ConfigError
+from mlx_server.errors import ConfigError, ServeError
 from mlx_server.runtime.models.loader import load
 
 
@@ -26,3 +27,14 @@ def test_the_folder_loads_and_every_id_is_a_word(tmp_path):
     assert len(tokenizer.encode("time river stone", add_special_tokens=False)) == 3
     with pytest.raises(ConfigError, match="exists"):
         random_folder.run(parser.parse_args(["random:mini", str(folder)]))
+
+
+def test_on_a_full_disk_nothing_is_left(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(ServeError, match=r"mini cannot be written: .* Make room and check the rights"):
+            random_folder.run(argparse.Namespace(name="random:mini", folder=tmp_path / "mini"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "mini").exists()

@@ -440,10 +440,17 @@ def test_files_without_end_are_refused(argv, line, monkeypatch, capsys):
     assert capsys.readouterr().err == f"mlx-serve: error: {line}\n"
 
 
+_UNNAMED = "A file or the output cannot be written: "
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has this device")
 @pytest.mark.parametrize(
     ("argv", "reason"),
-    [(["config", "default"], ""), (["--help"], ""), (["keys", "create"], r"The key \w{12} cannot be printed: ")],
+    [
+        (["config", "default"], _UNNAMED),
+        (["--help"], _UNNAMED),
+        (["keys", "create"], r"The key \w{12} cannot be printed: "),
+    ],
 )
 def test_output_that_cannot_be_written_is_one_line(argv, reason, tmp_path):
     with open("/dev/full", "w") as full:

@@ -69,6 +69,8 @@ async def _run(args: argparse.Namespace) -> int:
             before = (await http.get("/metrics")).text
             equal = await count_equal(http, args.model, requests, args.max_batch, args.seed)
             counts = added_counts(before, (await http.get("/metrics")).text)
+        except httpx.ConnectError as error:
+            raise ServeError(f"No server answers at {args.url}. Start one, or set --url.") from error
         except httpx.HTTPError as error:
             raise ServeError(f"{args.url} cannot be measured: {error or type(error).__name__}") from error
     print(f"{equal} of {len(requests)} answers are equal, token for token and log-probability for log-probability")
