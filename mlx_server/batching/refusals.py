@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 
-from mlx_server.batching.limits import QueueLimits, QueueLoad
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.limits import QueueLimits, QueueLoad, SchedulerLimits
 from mlx_server.errors import (
+    ContextLengthError,
     InvalidRequestError,
     OverloadedError,
     QueueFullError,
@@ -18,6 +20,31 @@ from mlx_server.errors import (
 from mlx_server.request import Request
 
 _DISPLACED_RETRY_S = 5.0
+
+
+def check_size(request: Request, blocks: PagedBlockManager) -> None:
+    """Raises `ContextLengthError` for a request that cannot fit the pool even at its largest size."""
+    if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
+        raise ContextLengthError(
+            f"The request may grow to {request.max_total_tokens} tokens, but the KV pool holds "
+            f"{blocks.groups.max_tokens(blocks.max_blocks)}. "
+            "Shorten the prompt, lower max_tokens, or raise --kv-cache-memory.",
+        )
+
+
+def displacements(
+    request: Request, waiting: Collection[Request], load: QueueLoad, of_tier: QueueLoad, limits: SchedulerLimits
+) -> list[tuple[Request, ServeError]]:
+    """Which of the `waiting` requests, in order of arrival, must go so that one more keeps all limits of the queue, and
+    with which errors. `load` is that of the server, `of_tier` that of the request's tier. Raises as `displaced_by`
+    does."""
+    tier, limits_of_tier = request.tier, limits.tiers.get(request.tier)
+    mates = [] if limits_of_tier is None else displaced_by(request, waiting, of_tier, limits_of_tier, tier)
+    left = QueueLoad(load.num_waiting - len(mates), load.num_tokens - sum([other.num_tokens for other in mates]))
+    rest = [other for other in waiting if other not in mates] if mates else waiting
+    others = displaced_by(request, rest, left, limits.queue)
+    errors = [(other, displacement(of_tier, other, request, tier)) for other in mates]
+    return errors + [(other, displacement(load, other, request)) for other in others]
 
 
 def displaced_by(

@@ -157,8 +157,9 @@ class RequestTable:
         return QueueLoad(self.queued_requests[tier], self._queued_tokens[tier])
 
     def add(self, request: Request) -> None:
-        """Queues a new request."""
+        """Queues a new request, or one that has left before it ran."""
         assert request.request_id not in self.requests, f"{request} is here already"
+        request.status, request.finish_reason = RequestStatus.WAITING, None
         self.requests[request.request_id] = request
         self.unscheduled[request.request_id] = request
         self._enqueue(request)

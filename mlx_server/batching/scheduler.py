@@ -20,12 +20,11 @@ from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.limits import QueueLoad, SchedulerLimits
 from mlx_server.batching.policy import headroom
-from mlx_server.batching.refusals import displaced_by, displacement, expiry, grammar_error
+from mlx_server.batching.refusals import check_size, displacements, expiry, grammar_error
 from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
-from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import (
     EngineCounters,
     ModelRunnerOutput,
@@ -139,35 +138,24 @@ class ContinuousBatchingScheduler:
 
     # --- adding and ending requests -----------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> list[RequestOutput]:
+    def add_request(self, request: Request, *, displaces: bool = True) -> list[RequestOutput]:
         """Queues a request. Raises `ContextLengthError` if it cannot fit the pool even at its largest size,
-        `QuotaExceededError` at its tier's queue limit, and `QueueFullError` at the server's limit, unless it can
-        displace requests that have not run yet, of worse tiers or of clients with more of them. Returns the last
-        outputs of displaced requests."""
-        blocks = self.blocks
-        if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
-            raise ContextLengthError(
-                f"The request may grow to {request.max_total_tokens} tokens, but the KV pool holds "
-                f"{blocks.groups.max_tokens(blocks.max_blocks)}. "
-                "Shorten the prompt, lower max_tokens, or raise --kv-cache-memory.",
-            )
-        displaced = self._make_room(request)
-        self._table.add(request)
+        `QuotaExceededError` at its tier's queue limit, and `QueueFullError` at the server's limit, unless it may and
+        can displace requests that have not run yet, of worse tiers or of clients with more of them. Returns the last
+        outputs of displaced requests, which may be added again."""
+        table, waiting = self._table, self._table.unscheduled.values() if displaces else ()
+        check_size(request, self.blocks)
+        errors = displacements(request, waiting, table.queued(), table.queued(request.tier), self.limits)
+        displaced = [table.fail(other, error) for other, error in errors]
+        table.add(request)
         self.counters.num_prompt_tokens += request.num_prompt_tokens
         self._wake.set()
         return displaced
 
-    def _make_room(self, request: Request) -> list[RequestOutput]:
-        table, tier, waiting = self._table, request.tier, self._table.unscheduled.values()
-        load, of_tier = table.queued(), table.queued(tier)
-        limits = self.limits.tiers.get(tier)
-        mates = [] if limits is None else displaced_by(request, waiting, of_tier, limits, tier)
-        left = QueueLoad(load.num_waiting - len(mates), load.num_tokens - sum([other.num_tokens for other in mates]))
-        rest = [other for other in waiting if other not in mates] if mates else waiting
-        others = displaced_by(request, rest, left, self.limits.queue)
-        errors = [(other, displacement(of_tier, other, request, tier)) for other in mates]
-        errors += [(other, displacement(load, other, request)) for other in others]
-        return [table.fail(other, error) for other, error in errors]
+    def check(self, request: Request) -> None:
+        """Raises what `add_request` would if nothing waited."""
+        check_size(request, self.blocks)
+        displacements(request, (), QueueLoad(0, 0), QueueLoad(0, 0), self.limits)
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
         """Ends a request from outside (client gone, stop string); its last `num_void` tokens are not counted. Its

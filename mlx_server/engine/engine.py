@@ -15,8 +15,9 @@ from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import Config
 from mlx_server.engine.embeddings import Pooling, check_generates
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.intake import Intake
 from mlx_server.engine.loading import served_names
-from mlx_server.engine.observed import ObservedExecutor, notify
+from mlx_server.engine.observed import ObservedExecutor, call_each, current_stats, notify
 from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
 from mlx_server.engine.prefixes.kv_events import ModelEvents, follow
 from mlx_server.engine.prefixes.model_on_disk import flush
@@ -96,6 +97,7 @@ class AsyncEngine:
         self._tracing = tracing or open_tracing(config.observability)
         self._tracer: EngineTracer = NO_TRACER
         self._parts: EngineParts | None = None
+        self._intake: Intake  # once there are parts
         self._streams: dict[str, RequestStream] = {}
         self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
@@ -174,7 +176,7 @@ class AsyncEngine:
         except Exception as error:
             self.state, self.error = EngineState.DEAD, str(error)
             raise
-        self.state = EngineState.READY
+        self.state, self._intake = EngineState.READY, Intake(self._parts.scheduler, self._clock)
         self._metrics = self._metrics or EngineMetrics(self.max_model_len, self.config.scheduler.aging_rate)
         settings = self.config.observability
         if settings.kv_cache_metrics:
@@ -184,10 +186,7 @@ class AsyncEngine:
         self._loop_task = asyncio.create_task(self._run(), name=f"scheduler of {self.model_name}")
         self._parts.watch.join(*self._parts.guards)
         if self._around.events is not None:
-            blocks = self._parts.scheduler.blocks
-            is_on_disk = None
-            if self._parts.disk is not None and blocks.grows_block_by_block:  # else a hit needs more than one record
-                is_on_disk = self._parts.disk.disk.is_stored
+            blocks, is_on_disk = self._parts.scheduler.blocks, self._parts.is_on_disk
             self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, is_on_disk)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
@@ -228,31 +227,31 @@ class AsyncEngine:
     # --- requests -------------------------------------------------------------------------------------------
 
     def submit(self, generation: GenerationRequest) -> RequestStream:
-        """Queues a request and returns its stream. Raises `InvalidRequestError`, `ContextLengthError`,
-        `OverloadedError` or a subclass, `EngineDeadError`, or `ModelNotFoundError` for an adapter that the model does
-        not have."""
-        parts = self._accepting_parts()
-        self.names.check(generation.adapter)
-        if generation.request_id in self._streams:
-            raise InvalidRequestError(
-                f"The request id {generation.request_id} is in use; choose another.", "request_id"
-            )
-        if parts.text is None and generation.sampling.stop:
-            raise InvalidRequestError("Stop strings need a tokenizer, and this model has none.", "stop")
-        if generation.pooling is None:
-            check_generates(parts.pooling, self.model_name)
-        is_text = parts.text is not None and generation.pooling is None
-        text = OutputText(generation, self.tokenizer) if is_text else None
+        """`submit_all` of one request."""
+        return self.submit_all((generation,))[0]
+
+    def submit_all(self, generations: Sequence[GenerationRequest]) -> list[RequestStream]:
+        """Accepts the requests of one call, all or none, and returns their streams in order. They enter the queue as
+        `Intake` says. Samples of a prompt follow its first one. Raises `InvalidRequestError`, `ContextLengthError`,
+        `OverloadedError` or a subclass, `EngineDeadError`, or `ModelNotFoundError` for an unknown adapter."""
+        parts, generation = self._accepting_parts(), generations[0]
         try:
-            request = self._enqueue(generation, parts)
+            streams: list[RequestStream] = []
+            for each in generations:
+                request = self._make(each, parts, streams[-1].request if each.sample_index and streams else None)
+                text = None if parts.text is None or each.pooling is not None else OutputText(each, self.tokenizer)
+                streams.append(RequestStream(request, text, self._end_request))
+            displaced = self._intake.begin(streams)
         except (ContextLengthError, QueueFullError, QuotaExceededError) as error:
             notify(self.metrics.on_rejected, generation.tier or generation.priority.name.lower(), error.reason)
             raise
-        if generation.sample_index == 0:
-            notify(self.metrics.on_submitted, generation.num_samples)
-        notify(self._tracer.on_submitted, request)
-        stream = self._streams[request.request_id] = RequestStream(request, text, self._end_request)
-        return stream
+        self._deliver(displaced)
+        for generation, stream in zip(generations, streams):
+            if generation.sample_index == 0:
+                notify(self.metrics.on_submitted, generation.num_samples)
+            notify(self._tracer.on_submitted, stream.request)
+            self._streams[stream.request_id] = stream
+        return streams
 
     def reset_prefix_cache(self) -> bool:
         """Forgets prefixes in memory, not on disk. Returns False, and does nothing, while requests hold blocks."""
@@ -282,30 +281,25 @@ class AsyncEngine:
         past = EngineStats() if self._metrics is None else self._metrics.past
         if self._parts is None:
             return EngineStats().plus(past)
-        scheduler, blocks, guard = self._parts.scheduler, self._parts.scheduler.blocks, self._parts.guard
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_deferred=scheduler.num_deferred,
-            num_adapters=len(self.names.adapters),
-            running_adapters=self._adapters_of(RequestStatus.RUNNING),
-            waiting_adapters=self._adapters_of(RequestStatus.WAITING),
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            num_cached_blocks=blocks.num_cached_blocks,
-            num_state_checkpoints=0 if blocks.checkpoints is None else len(blocks.checkpoints),
-            max_num_blocks=blocks.max_blocks,
-            num_layer_groups=len(blocks.groups),
-            weight_bytes=self._parts.weight_bytes,
-            kv_pool_bytes=self._parts.kv_bytes,
-            pressure_level=guard.level,
-        ).plus(scheduler.counters, guard.counters, past)
+        running, waiting = map(self._adapters_of, (RequestStatus.RUNNING, RequestStatus.WAITING))
+        now = current_stats(self._parts, len(self.names.adapters), running, waiting)
+        return now.plus(self._parts.scheduler.counters, self._parts.guard.counters, past)
 
     # --- internals ------------------------------------------------------------------------------------------
 
-    def _enqueue(self, generation: GenerationRequest, parts: EngineParts) -> Request:
+    def _make(self, generation: GenerationRequest, parts: EngineParts, sample: Request | None) -> Request:
+        """The request, which has not entered the queue."""
+        self.names.check(generation.adapter)
+        if generation.request_id in self._streams:
+            message = f"The request id {generation.request_id} is in use; choose another."
+            raise InvalidRequestError(message, "request_id")
+        if parts.text is None and generation.sampling.stop:
+            raise InvalidRequestError("Stop strings need a tokenizer, and this model has none.", "stop")
+        if generation.pooling is None:
+            check_generates(parts.pooling, self.model_name)
         request = make_request(
             generation,
+            sample=sample,
             arrival_s=self._clock(),
             model_name=self.model_name,
             vocab_size=parts.loaded.vocab_size,
@@ -317,8 +311,12 @@ class AsyncEngine:
         )
         if parts.disk is not None and generation.adapter is not None:
             request.adapter_key = parts.disk.adapter_keys[generation.adapter]
-        self._deliver(parts.scheduler.add_request(request))
         return request
+
+    def _fill(self) -> None:
+        """Lets more requests of accepted calls enter the queue."""
+        if self.state.is_loaded:
+            self._deliver(self._intake.fill())
 
     def _adapters_of(self, status: RequestStatus) -> tuple[str, ...]:
         """The adapters of requests with this status, under the names that clients use."""
@@ -378,6 +376,9 @@ class AsyncEngine:
             return
         if not self._pending_callbacks:
             asyncio.get_running_loop().call_soon(self._notify_readers)
+        if self._intake.has_calls:
+            self._pending_callbacks[self._fill] = None
+            outputs = [output for output in outputs if output.error is None or not self._intake.takes_back(output)]
         now, streams = self._clock(), self._streams
         delivered = [(stream, output) for output in outputs if (stream := streams.get(output.request_id)) is not None]
         notify(self.metrics.on_tokens, [stream.request for stream, output in delivered if output.new_token_ids], now)
@@ -395,11 +396,7 @@ class AsyncEngine:
 
     def _notify_readers(self) -> None:
         callbacks, self._pending_callbacks = self._pending_callbacks, {}
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:  # the other readers must still be called
-                logger.exception("A reader failed on its output")
+        call_each(callbacks)
 
     def _forget(self, request_id: str, reason: FinishReason, error: ServeError | None = None) -> None:
         """Removes the stream of a request that has ended, and reports its end to metrics and traces once."""
@@ -417,6 +414,8 @@ class AsyncEngine:
         self._forget(request_id, reason)
         if self._parts is not None:
             self._parts.scheduler.finish_request(request_id, reason, num_void)
+        if self._intake.has_calls:
+            asyncio.get_running_loop().call_soon(self._fill)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
         """Fails every stream, and returns the ids of their requests. Each stream gets its own exception, because one

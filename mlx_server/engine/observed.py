@@ -1,4 +1,4 @@
-"""Reports an engine's steps and requests to metrics and traces. Errors in these listeners do not reach the engine."""
+"""Reports an engine's steps and requests to metrics, traces and readers, whose errors do not reach the engine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from mlx_server.batching.scheduler import Executor
+from mlx_server.engine.parts import EngineParts
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer
-from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+from mlx_server.outputs import EngineStats, ModelRunnerOutput, SchedulerOutput
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +39,39 @@ def notify(listener: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | N
             _logged_s[name] = now
             logger.exception("%s failed: figures or traces are incomplete, requests go on", name)
         return None
+
+
+def call_each(callbacks: Iterable[Callable[[], None]]) -> None:
+    """Calls the readers of streams. An error in one of them is logged, and the others are still called."""
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:
+            logger.exception("A reader failed on its output")
+
+
+def current_stats(
+    parts: EngineParts, num_adapters: int, running_adapters: tuple[str, ...], waiting_adapters: tuple[str, ...]
+) -> EngineStats:
+    """The current values of a loaded model, without counters."""
+    scheduler, blocks, guard = parts.scheduler, parts.scheduler.blocks, parts.guard
+    return EngineStats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_deferred=scheduler.num_deferred,
+        num_adapters=num_adapters,
+        running_adapters=running_adapters,
+        waiting_adapters=waiting_adapters,
+        num_blocks=blocks.num_blocks,
+        num_free_blocks=blocks.num_free_blocks,
+        num_cached_blocks=blocks.num_cached_blocks,
+        num_state_checkpoints=0 if blocks.checkpoints is None else len(blocks.checkpoints),
+        max_num_blocks=blocks.max_blocks,
+        num_layer_groups=len(blocks.groups),
+        weight_bytes=parts.weight_bytes,
+        kv_pool_bytes=parts.kv_bytes,
+        pressure_level=guard.level,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ class EngineParts:
         own_bytes = self.scheduler.blocks.num_blocks * self.info.block_bytes + self.info.state_bytes
         return own_bytes if self.draft is None else own_bytes + self.draft.kv_bytes
 
+    @property
+    def is_on_disk(self) -> Callable[[bytes], bool] | None:
+        """Says whether a block is on disk. None without a disk tier, or if a hit needs more than one record."""
+        return self.disk.disk.is_stored if self.disk and self.scheduler.blocks.grows_block_by_block else None
+
     async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
         """As `MemoryGuard.give_memory`, for all pools, the draft model's first."""
         given_bytes = 0

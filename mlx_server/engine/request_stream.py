@@ -276,8 +276,10 @@ def make_request(
     no_vision: str = "",
     count_placeholders: CountPlaceholders = lambda token_ids, inputs: None,
     largest_chunk: int = 2048,
+    sample: Request | None = None,
 ) -> Request:
-    """Makes the scheduler's request.
+    """Makes the scheduler's request. With `sample`, the request of another answer to the same prompt, the prompt is
+    neither copied nor checked again.
 
     `max_model_len` bounds prompt and output together, in tokens; token ids must be less than `vocab_size`. `no_vision`
     says why the model takes no images ("" if it does). `count_placeholders` returns how many placeholders an image with
@@ -286,6 +288,9 @@ def make_request(
 
     Raises `InvalidRequestError` or `ContextLengthError`; the message has the value and the limit, and says what to do.
     """
+    if sample is not None:
+        constraint = _guarded(generation, eos_token_ids)
+        return replace(sample, request_id=generation.request_id, sampling=generation.sampling, constraint=constraint)
     prompt, sampling = generation.prompt_token_ids, generation.sampling
     limit, num_prompt = max_model_len, len(prompt)
     if sampling.n > 1 or sampling.structured_outputs is not None:

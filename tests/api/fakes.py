@@ -133,6 +133,18 @@ class FakeEngine:
         self.open[request.request_id] = stream
         return stream
 
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
+        """Without a queue, all enter at once or none does."""
+        streams: list[FakeStream] = []
+        try:
+            for request in requests:
+                streams.append(self.submit(request))
+        except ServeError:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
+
     @property
     def num_streams(self) -> int:
         return len(self.open)

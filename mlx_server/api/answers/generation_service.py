@@ -211,12 +211,10 @@ class GenerationService:
         return PoolingRun(job, engine, requests, width, grant, self._forget)
 
     def _start(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> Generation:
-        requests = _requests(job)
-        streams: list[RequestStream] = []
         with contextlib.ExitStack() as undo:
-            for request in requests:
-                streams.append(engine.submit(request))
-                undo.callback(streams[-1].abort)
+            streams = engine.submit_all(_requests(job))
+            for stream in streams:
+                undo.callback(stream.abort)
             grant = self._quotas.open(job.caller, demand)
             undo.callback(grant.close)
             name = engine.names.with_adapter(job.adapter)

@@ -51,12 +51,12 @@ class Saturated:
     def stats(self) -> EngineStats:
         return self.context.pool.engines()[0].stats()
 
-    async def ask(self, tier: str, num_tokens: int = 4, **body: Any) -> None:
+    async def ask(self, tier: str, num_tokens: int = 4, num_answers: int = 1, **body: Any) -> None:
         body = {"prompt": [7, 8, 9], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, **body}
         headers = {"x-api-key": self.keys[tier]}
         response = await self.http.post("/v1/completions", json=body, headers=headers, timeout=60)
         assert response.status_code == 200, response.text
-        assert response.json()["usage"]["completion_tokens"] == num_tokens * body.get("n", 1)
+        assert response.json()["usage"]["completion_tokens"] == num_tokens * num_answers * body.get("n", 1)
 
 
 @contextlib.asynccontextmanager
@@ -98,6 +98,19 @@ async def test_better_tiers_start_first(site: Site, folder: Path, tmp_path: Path
         assert all(not task.done() for task in running), "the seats were taken for as long as the others came"
         await asyncio.gather(*running, *waiting)
     assert ended == ["high"] * 4 + ["normal"] * 4 + ["low"] * 4
+
+
+async def test_a_request_for_many_answers_enters_the_queue_bit_by_bit(site: Site, folder: Path, tmp_path: Path):
+    """The tier's queue has four places, which eight answers or prompts do not fill."""
+    async with saturated(site, folder, tmp_path / "keys", aging_rate=1e-6) as world:
+        many = [
+            asyncio.create_task(world.ask("low", 50, n=8)),
+            asyncio.create_task(world.ask("low", 50, prompt=random_prompts([5] * 8), num_answers=8)),
+        ]
+        await until(lambda: world.stats().num_running == NUM_SEATS)
+        assert world.stats().num_waiting <= 2
+        await world.ask("low")
+        await asyncio.gather(*many)
 
 
 async def test_a_key_does_not_wait_for_the_many_requests_of_another(site: Site, folder: Path, tmp_path: Path):

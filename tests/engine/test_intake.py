@@ -1,0 +1,140 @@
+"""Requests of one call enter the queue together or not at all, and never fill it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.errors import ContextLengthError, QueueFullError, QuotaExceededError
+from mlx_server.outputs import CompletionDelta
+from mlx_server.request import FinishReason, Priority
+from mlx_server.tiers import Tier
+from tests.engine.test_engine import MAX_MODEL_LEN, ask, engine_of, is_empty, read, until
+from tests.engine_worlds import greedy, make_folder, random_prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def call(client: str, num_parts: int, num_tokens: int = 8, **more: object) -> list[GenerationRequest]:
+    prompts = random_prompts([4 + index % 9 for index in range(num_parts)])
+    return [
+        ask(f"{client}{index}", prompt, greedy(num_tokens), client=client, **more)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def token_ids(deltas: list[CompletionDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+async def occupied(engine: AsyncEngine) -> RequestStream:
+    """A stream that has the only seat."""
+    stream = engine.submit(ask("running", sampling=greedy(250), client="runs"))
+    await anext(stream)
+    return stream
+
+
+async def test_a_call_takes_one_place_in_a_full_queue_and_is_answered_whole(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=4) as engine:
+        running = await occupied(engine)
+        others = [engine.submit(request) for request in call("other", 4)]
+        streams = engine.submit_all(call("n", 3))
+        with pytest.raises(QueueFullError, match="one of a key that has fewer waiting has taken this one's place"):
+            await read(others.pop())
+        assert engine.scheduler.num_waiting == 4
+        running.abort()
+        answers = [await read(stream) for stream in [*streams, *others]]
+        assert {deltas[-1].finish_reason for deltas in answers} == {FinishReason.LENGTH}
+        await until(lambda: is_empty(engine))
+
+
+async def test_a_call_that_is_refused_displaces_nobody(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=4) as engine:
+        running = await occupied(engine)
+        others = [engine.submit(request) for request in call("other", 4)]
+        too_long = ask("long", [1] * MAX_MODEL_LEN, client="n")
+        with pytest.raises(ContextLengthError):
+            engine.submit_all([*call("n", 2), too_long])
+        with pytest.raises(QueueFullError, match="Waiting requests: 4"):
+            engine.submit_all(call("n", 2, priority=Priority.LOW))
+        assert engine.num_streams == 5
+        assert engine.metrics.rejected == {("normal", "context_length"): 1, ("low", "max_num_queued_reqs"): 1}
+        running.abort()
+        for stream in others:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_call_never_fills_the_queue(folder):
+    """A sixteenth of it at most; its answers are those that its requests have alone, and nobody is refused."""
+    async with engine_of(folder, max_num_seqs=4, max_num_waiting=32) as engine:
+        alone = [await read(engine.submit(request)) for request in call("alone", 40)]
+        streams, most = engine.submit_all(call("n", 40)), 0
+        late = None
+        while not all(stream.is_complete for stream in streams):
+            most = max(most, engine.scheduler.num_waiting)
+            if late is None and any(stream.is_complete for stream in streams):
+                late = engine.submit(ask("late", sampling=greedy(1)))
+            await asyncio.sleep(0)
+        assert most <= 32 // 16 + 1
+        assert late is not None
+        assert (await read(late))[-1].finish_reason is FinishReason.LENGTH
+        for stream, expected in zip(streams, alone, strict=True):
+            assert token_ids(await read(stream)) == token_ids(expected)
+        await until(lambda: is_empty(engine))
+
+
+async def test_a_call_waits_for_the_limits_of_its_tier(folder):
+    tier = Tier(name="free", max_num_waiting=1, max_queued_tokens=20)
+    async with engine_of(folder, tier) as engine:
+        with pytest.raises(QuotaExceededError, match=r"Waiting prompt tokens of tier free: 0; this request has 21"):
+            engine.submit_all([*call("n", 2, tier="free"), ask("long", [1] * 21, tier="free")])
+        streams = engine.submit_all(call("n", 12, tier="free"))
+        assert engine.scheduler.num_waiting == 1
+        for stream in streams:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_part_that_loses_its_place_enters_again_while_others_of_its_call_are_in(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=16, aging_rate=1e-6) as engine:
+        streams = engine.submit_all(call("n", 3, 30, priority=Priority.LOW))
+        await anext(streams[0])
+        better = [engine.submit(ask(f"high{index}", priority=Priority.HIGH)) for index in range(16)]
+        assert not streams[1].is_complete, "it was displaced, and enters again"
+        for stream in [*better, *streams]:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+        running = await occupied(engine)
+        (only, _) = engine.submit_all(call("n", 2, priority=Priority.LOW))
+        better = [engine.submit(ask(f"high{index}", priority=Priority.HIGH)) for index in range(16)]
+        with pytest.raises(QueueFullError):
+            await read(only)
+        running.abort()
+
+
+async def test_a_call_that_is_given_up_leaves_nothing(folder):
+    async with engine_of(folder, max_num_seqs=2, max_num_waiting=16) as engine:
+        streams = engine.submit_all(call("n", 20, 100))
+        await anext(streams[0])
+        num_started = engine.stats().num_prompt_tokens
+        for stream in streams:
+            stream.abort()
+        assert engine.num_streams == 0
+        for stream in streams[2:]:
+            assert [delta.finish_reason for delta in await read(stream)] == [FinishReason.ABORT]
+        await until(lambda: is_empty(engine))
+        assert engine.stats().num_prompt_tokens == num_started, "none has entered when others were aborted"
+
+
+async def test_a_drain_finishes_all_parts_of_a_call(folder):
+    async with engine_of(folder, max_num_seqs=2, max_num_waiting=16) as engine:
+        streams = engine.submit_all(call("n", 12))
+        stopping = asyncio.create_task(engine.stop(drain_timeout_s=30))
+        for stream in streams:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+        await stopping
