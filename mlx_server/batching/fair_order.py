@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mlx_server.request import Request
 
@@ -173,6 +173,26 @@ class FairOrder:
         assert all(count > 0 for count in self._num_waiting.values()), "a client without requests is kept"
         assert self._running.keys() == self._counted.keys(), "a request is counted that does not run"
         assert self._active() <= self._levels.keys(), "a client has no level"
+
+
+def by_holdings(running: Sequence[Request]) -> list[Request]:
+    """Running requests, sorted by rank, in the order in which they keep their blocks. Of those of one tier, a request
+    goes before another if the older requests of its client hold fewer tokens, so the last one is the youngest of a
+    client that holds much, and the oldest of each client is taken last. With one client this is the order by rank.
+
+    Example: A runs three requests of 400 tokens, then B one of 2,000 and one of 300. A's oldest and B's have nothing
+    before them, A's others 400 and 800, and B's second 2,000: it is the first to go, then A's youngest, and B's oldest,
+    which is younger than A's, goes before that.
+    """
+    if len({request.client for request in running}) < 2:
+        return list(running)
+    held: Counter[tuple[bool, int, str]] = Counter()
+    before: dict[Request, int] = {}
+    for request in running:
+        client = request.is_promoted, request.priority, request.client
+        before[request] = held[client]
+        held[client] += request.num_tokens
+    return sorted(running, key=lambda request: (not request.is_promoted, request.priority, before[request]))
 
 
 def _num_tokens(request: Request, num_more: int = 0) -> int:

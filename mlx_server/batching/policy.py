@@ -15,6 +15,7 @@ from itertools import takewhile
 from mlx_server.batching.aged_share import AgedShare
 from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
+from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image, with_whole_images
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.request_table import RequestTable, Step
@@ -44,9 +45,10 @@ _NO_TOKENS = "the step has too few tokens left for an input that must be compute
 class Policy:
     """Decides which prompts a step computes and how many tokens of each, which requests start, and which are preempted.
 
-    Requests have a rank (promoted by age, then tier, then age), a total order that only a promotion changes. A request
-    is preempted only for one of a better rank, so two requests cannot preempt each other in turns. A preempted request
-    gives up its blocks, which stay cached, keeps its arrival time and output, and waits for its turn again.
+    Requests have a rank (promoted by age, then tier, then age), a total order that only a promotion changes. Where
+    clients share a tier, `by_holdings` says who is preempted: never the first of all, which goes on to its end. A
+    preempted request gives up its blocks, which stay cached, keeps its arrival time and output, and waits for its turn
+    again.
     """
 
     def __init__(
@@ -341,9 +343,9 @@ class Policy:
             self._table.preempt(other)
 
     def _fewest_preempted(self, request: Request, now: float) -> list[Request]:
-        """The last running requests whose seats and blocks are enough for `request`. Grows the pool if that spares
-        one."""
-        prefix, worse = self._blocks.find_prefix(request), self._worse_tiers(request)
+        """The last requests in `by_holdings` whose seats and blocks are enough for `request`. Grows the pool if that
+        spares one."""
+        prefix, worse = self._blocks.find_prefix(request), by_holdings(self._worse_tiers(request)[::-1])[::-1]
         num_seats, num_blocks = self._needs(request, prefix, self._aged.promoted(now))
         num_freed = self._blocks.num_freed_in_turn((other.request_id for other in worse), prefix)
         for count, num_freed_blocks in enumerate(num_freed):
@@ -391,8 +393,8 @@ class Policy:
         return is_its_turn and sum(map(wanted.__getitem__, shorter)) < left // 2
 
     def grow(self, step: Step, request: Request, num_tokens: int) -> BlockIds | None:
-        """Blocks for the next `num_tokens` tokens, preempting requests of worse rank if necessary. None if the request
-        must sit out this step: it waits for detached blocks or for memory, or was preempted itself."""
+        """Blocks for the next `num_tokens` tokens, preempting those last in `by_holdings` if necessary. None if the
+        request must sit out this step: it waits for detached blocks or for memory, or was preempted itself."""
         table = self._table
         while True:
             block_ids = self._blocks.allocate(request, request.num_computed_tokens + num_tokens)
@@ -402,8 +404,8 @@ class Policy:
                 return None
             if table.disk is not None and table.disk.give_up_load():
                 continue
-            victim = table.running[-1]
-            if victim is table.running[0]:
+            victim = by_holdings(table.running)[-1]
+            if len(table.running) == 1:
                 table.starving = victim
                 return None
             table.preempt(victim)

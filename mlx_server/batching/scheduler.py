@@ -18,6 +18,7 @@ from typing import Protocol
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
+from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.limits import QueueLoad, SchedulerLimits
 from mlx_server.batching.policy import headroom
 from mlx_server.batching.refusals import check_size, displacements, expiry, grammar_error
@@ -344,14 +345,16 @@ class ContinuousBatchingScheduler:
     def lowest_rank(self) -> Rank | None:
         """The rank of the request that `preempt_lowest` would preempt, to compare with those of other models; None if
         there is no such request."""
-        running = self._table.running
+        running = by_holdings(self._table.running)
         return self._table.rank(running[-1]) if len(running) > 1 else None
 
     def preempt_lowest(self) -> bool:
-        """Preempts the running request of the lowest rank, unless it is the only one. Returns whether it did."""
-        if len(self._table.running) < 2:
+        """Preempts the last running request in the order in which they keep their blocks, unless it is the only one.
+        Returns whether it did."""
+        running = by_holdings(self._table.running)
+        if len(running) < 2:
             return False
-        self._table.preempt(self._table.running[-1])
+        self._table.preempt(running[-1])
         return True
 
     def check_integrity(self) -> None:

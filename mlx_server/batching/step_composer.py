@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
+from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
@@ -114,7 +115,9 @@ class StepComposer:
         spare = self._limits.max_num_batched_tokens - len(running) - num_taken
         most = min(BLOCK_SIZE, self._limits.max_chunk_tokens or BLOCK_SIZE)
         prefilling: list[Request] = []
-        for request in running:  # a preemption removes requests from the end of the list, never ones before this
+        for request in by_holdings(running):  # a preemption is of this one or a later one
+            if request.status is RequestStatus.WAITING:
+                continue
             start = request.num_computed_tokens
             if request.num_in_flight:
                 if not needs_no_result(request) or request.request_id in drafted:
