@@ -21,7 +21,7 @@ from mlx_server.cli.config import add_setting_flags, config_from
 from mlx_server.cli.main import Parser
 from mlx_server.config import Config, home, settings
 from mlx_server.environment import expanded
-from mlx_server.errors import ServeError
+from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import leave, survive_lost_streams
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ def run_serve(args: argparse.Namespace) -> int:
     """
     config = config_from(args)
     for name in ("api_key", "admin_key"):
-        if getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
+        flag, given = "--" + name.replace("_", "-"), getattr(args, name)
+        if given == "":  # as of a script whose variable is not set
+            raise ConfigError(f"{flag} is empty, and that is no key; give one, or leave the option out.")
+        if given is not None:
             print(
                 f"mlx-serve: warning: every user of this machine can see {flag} in the process list; use "
                 f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",

@@ -259,6 +259,12 @@ def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "other.sqlite").exists()
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-key"])
+def test_an_empty_key_on_the_command_line_opens_no_server(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", flag, ""]) == 2
+    assert f"error: {flag} is empty, and that is no key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []
