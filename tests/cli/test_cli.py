@@ -73,7 +73,10 @@ def test_an_error_is_one_line_without_a_traceback(probe, capsys, error, status):
     ("error", "line"),
     [
         (PermissionError(errno.EACCES, "Permission denied", "/locked/x"), "/locked/x: Permission denied."),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "A file or the output cannot be written: No space left on device.",
+        ),
         (OSError("status 500"), "status 500"),
     ],
 )
