@@ -148,8 +148,9 @@ class ContinuousBatchingScheduler:
         check_size(request, self.blocks)
         errors = displacements(request, waiting, table.queued(), table.queued(request.tier), self.limits)
         displaced = [table.fail(other, error) for other, error in errors]
+        if request.finish_reason is None:  # else it has been here, and was counted
+            self.counters.num_prompt_tokens += request.num_prompt_tokens
         table.add(request)
-        self.counters.num_prompt_tokens += request.num_prompt_tokens
         self._wake.set()
         return displaced
 

@@ -339,6 +339,7 @@ class AsyncEngine:
     def _take_parts(self) -> EngineParts:
         """The parts, of which the engine keeps no reference, so that they can be freed."""
         parts, self._parts = self._loaded_parts(), None
+        del self._intake
         return parts
 
     async def _run(self) -> None:
@@ -414,8 +415,8 @@ class AsyncEngine:
         self._forget(request_id, reason)
         if self._parts is not None:
             self._parts.scheduler.finish_request(request_id, reason, num_void)
-        if self._intake.has_calls:
-            asyncio.get_running_loop().call_soon(self._fill)
+            if self._intake.has_calls:
+                asyncio.get_running_loop().call_soon(self._fill)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
         """Fails every stream, and returns the ids of their requests. Each stream gets its own exception, because one

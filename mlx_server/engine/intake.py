@@ -23,12 +23,16 @@ class _Call:
         self.left = deque(streams)
         self.entered: list[RequestStream] = []
 
+    def next(self) -> RequestStream | None:
+        """The stream that is to enter next. It stays; those before it that have been aborted are forgotten."""
+        while self.left and self.left[0].is_complete:
+            self.left.popleft()
+        return self.left[0] if self.left else None
+
     def settle(self) -> bool:
         """Forgets streams that have ended, and says whether there are others."""
         self.entered = [stream for stream in self.entered if not stream.is_complete]
-        while self.left and self.left[0].is_complete:
-            self.left.popleft()
-        return bool(self.left or self.entered)
+        return self.next() is not None or bool(self.entered)
 
 
 class Intake:
@@ -81,8 +85,8 @@ class Intake:
         return displaced
 
     def takes_back(self, output: RequestOutput) -> bool:
-        """Whether a request that was ended with an error enters again later. If not, the rest of its call is
-        aborted."""
+        """Whether a request that was ended with an error enters again later. If not, the error also ends those of its
+        call that have not entered."""
         for call in self._calls:
             ended = next((stream for stream in call.entered if stream.request_id == output.request_id), None)
             if ended is None:
@@ -93,17 +97,17 @@ class Intake:
                 return True
             rest, call.left = call.left, deque()
             for stream in rest:
-                stream.abort()
+                stream.abort(output.error)
         return False
 
     def _fill(self, call: _Call, *, displaces: bool) -> list[RequestOutput]:
         displaced: list[RequestOutput] = []
-        while call.left:
+        while (stream := call.next()) is not None:
             waiting = _waiting(call)
-            if waiting and not self._is_small(waiting, call.left[0].request):
+            if waiting and not self._is_small(waiting, stream.request):
                 break
             try:
-                displaced += self._enter(call.left[0], displaces=displaces and not waiting)
+                displaced += self._enter(stream, displaces=displaces and not waiting)
             except (QueueFullError, QuotaExceededError):
                 break
             call.entered.append(call.left.popleft())

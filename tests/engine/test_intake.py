@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,51 @@ async def test_a_drain_finishes_all_parts_of_a_call(folder):
         for stream in streams:
             assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
         await stopping
+
+
+async def test_what_ends_a_call_is_the_error_of_all_its_parts(folder):
+    """Clients would take parts that were aborted for whole answers."""
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=16) as engine:
+        running = await occupied(engine)
+        streams = engine.submit_all(call("n", 3, priority=Priority.LOW))
+        for index in range(16):
+            engine.submit(ask(f"high{index}", priority=Priority.HIGH))
+        for stream in streams:
+            with pytest.raises(QueueFullError, match="a request of a better tier has taken this one's place"):
+                await read(stream)
+        assert engine.metrics.rejected == {("low", "displaced"): 1}
+        running.abort()
+
+
+async def test_a_part_that_is_aborted_before_it_has_entered_never_enters(folder):
+    async with engine_of(folder, max_num_seqs=4, max_num_waiting=64) as engine:
+        streams = engine.submit_all(call("n", 20))
+        given_up = streams[4:20:3]
+        for stream in given_up:
+            stream.abort()
+        for stream in streams:
+            await read(stream)
+        await until(lambda: is_empty(engine))
+        num_tokens = sum(stream.request.num_prompt_tokens for stream in streams if stream not in given_up)
+        assert engine.stats().num_prompt_tokens == num_tokens
+
+
+async def test_a_part_that_enters_again_is_counted_once(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=16, aging_rate=1e-6) as engine:
+        streams = engine.submit_all(call("n", 3, 30, priority=Priority.LOW))
+        await anext(streams[0])
+        better = [engine.submit(ask(f"high{index}", priority=Priority.HIGH)) for index in range(16)]
+        for stream in [*better, *streams]:
+            await read(stream)
+        num_tokens = sum(stream.request.num_prompt_tokens for stream in [*better, *streams])
+        assert engine.stats().num_prompt_tokens == num_tokens
+
+
+async def test_an_engine_that_has_stopped_keeps_no_blocks(folder):
+    """The pool keeps engines of earlier loads for their counts."""
+    async with engine_of(folder) as engine:
+        await read(engine.submit(ask("one")))
+        blocks = weakref.ref(engine.scheduler.blocks)
+        await engine.stop()
+        gc.collect()
+        assert blocks() is None
