@@ -97,10 +97,11 @@ class PooledModel:
     died_s: float = -math.inf
     last_used_s: float = 0.0
     longest_use_s: float = 0.0
+    longest_before_s: float = 0.0
     load_progress: float = 0.0
     is_yielding: bool = False
     first_users: frozenset[Lease] = frozenset()
-    closes_s: float = 0.0
+    yields_by_s: float = 0.0
     is_lost: bool = False
     keep_alive_s: float | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -164,17 +165,19 @@ class PooledModel:
 
     def takes_new(self, now: float) -> bool:
         """Whether a new request may use the model now. One that yields takes new requests as long as any of its first
-        users, those from before it yielded, goes on: until then nobody else could use its memory. After `closes_s` it
-        takes none, so that those it has taken can end in time for the other model."""
-        if self.is_yielding and (now >= self.closes_s or self.users.isdisjoint(self.first_users)):
-            return False
+        users, those from before it yielded, goes on: until then nobody else could use its memory. It takes none that
+        would end too late for the other model if it took as long as the longest use of this load or the one before."""
+        if self.is_yielding:
+            ends_s = now + max(self.longest_use_s, self.longest_before_s)
+            if ends_s >= self.yields_by_s or self.users.isdisjoint(self.first_users):
+                return False
         return self.is_ready
 
     def begin_yield(self, now: float, deadline_s: float) -> None:
         """The model becomes idle as soon as it can, by `deadline_s` if its requests take no longer than the longest so
-        far."""
-        self.closes_s = deadline_s - max(self.longest_use_s, *(self._use_s(lease, now) for lease in self.users))
-        self.is_yielding, self.first_users = True, frozenset(self.users)
+        far, open ones included."""
+        self.longest_use_s = max([self.longest_use_s, *(self._use_s(lease, now) for lease in self.users)])
+        self.is_yielding, self.first_users, self.yields_by_s = True, frozenset(self.users), deadline_s
 
     def end_yield(self) -> None:
         self.is_yielding, self.first_users = False, frozenset()
@@ -182,7 +185,8 @@ class PooledModel:
     def end_use(self, lease: Lease, now: float) -> None:
         self.users.discard(lease)
         self.last_used_s = now
-        self.longest_use_s = max(self.longest_use_s, self._use_s(lease, now))
+        if self.is_loaded:
+            self.longest_use_s = max(self.longest_use_s, self._use_s(lease, now))
 
     def refusal(self, failure: Exception, now: float) -> ServeError:
         """The error for requests while the model is not loaded because of `failure`; a new one for each request."""
@@ -207,7 +211,7 @@ class PooledModel:
         self._move((ModelState.LOADING,), ModelState.READY)
         self.loads[LoadResult.READY] += 1
         self.ready_s = self.last_used_s = now
-        self.longest_use_s = 0.0
+        self.longest_before_s, self.longest_use_s = self.longest_use_s, 0.0
         self.is_lost = False
         self.load_progress = 1.0
 

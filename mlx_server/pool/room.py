@@ -42,10 +42,11 @@ class RoomMaker:
 
     Models in use are never unloaded for another. With `when_full = wait`, a model that has been ready for `residency_s`
     yields, and the one that was loaded earliest yields first: its open requests go on. When the last of them has ended,
-    or no time is left for more before `room_timeout_s`, new requests for it wait until it has been unloaded and its
-    turn to be loaded comes again. So every request is served, under any load on any number of models. Example: beside a
-    stream with 42 s to go, a request for another model comes. Short requests for the first one are served in these 42 s
-    as before, since the other model could not be loaded without them either.
+    or one as long as its longest would not end before `room_timeout_s`, new requests for it wait until it has been
+    unloaded and its turn to be loaded comes again. So every request is served, under any load on any number of models,
+    unless one in use takes longer than that, or than those before it. Example: beside a stream with 42 s to go, a
+    request for another model comes. Short requests for the first one are served in these 42 s as before, since the
+    other model could not be loaded without them either.
 
     A model that fits without a model in use being unloaded does not wait for another that is making room
     (`make_at_once`). Models that yield stay reserved for the one they yield to, and models that were unloaded for it

@@ -913,6 +913,41 @@ async def test_a_model_that_yields_takes_only_what_can_end_in_time(how: str):
         assert world.factory.loads() == ["a", "b", "a"]
 
 
+async def test_a_model_that_yields_remembers_how_long_its_requests_take():
+    """a takes what can end within the 120 s for which b waits, by what has ended since a yielded and before."""
+    async with world_of("a", "b", limit_mib=100, residency_s=10.0, room_timeout_s=120.0) as world:
+
+        async def yields_to_b() -> asyncio.Task[Lease]:
+            world.now_s += 10.0
+            waiting = asyncio.create_task(world.pool.acquire("b"))
+            await until(lambda: world.pool.find("a").is_yielding)
+            return waiting
+
+        async def ask_late() -> asyncio.Task[Lease]:
+            late = asyncio.create_task(world.pool.acquire("a"))
+            await asyncio.sleep(0.02)
+            assert not late.done()
+            return late
+
+        first, second = await world.pool.acquire("a"), await world.pool.acquire("a")
+        waiting = await yields_to_b()
+        world.now_s += 59.0
+        first.end()  # after 69 s, so that 51 s would have been the time for new ones
+        late = await ask_late()
+        second.end()
+        (await waiting).end()
+        lease = await late
+        waiting = await yields_to_b()
+        world.now_s += 50.0
+        (await asyncio.wait_for(world.pool.acquire("a"), 1.0)).end()
+        world.now_s += 1.0
+        late = await ask_late()
+        lease.end()
+        (await waiting).end()
+        (await late).end()
+        assert world.factory.loads() == ["a", "b", "a", "b", "a"]
+
+
 @pytest.mark.parametrize("asked", ["by requests", "by an admin"])
 async def test_room_is_made_for_nobody_who_has_gone(asked: str):
     """a was to yield to b, whose last request goes. What an admin asked for is loaded all the same."""
