@@ -415,8 +415,7 @@ class AsyncEngine:
         self._forget(request_id, reason)
         if self._parts is not None:
             self._parts.scheduler.finish_request(request_id, reason, num_void)
-            if self._intake.has_calls:
-                asyncio.get_running_loop().call_soon(self._fill)
+            self._intake.fill_soon(self._fill)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
         """Fails every stream, and returns the ids of their requests. Each stream gets its own exception, because one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,9 @@ from mlx_server.request import Request, RequestStatus
 _SHARE = 16
 """One in this many places of the queue is for one call: 64 by default, as many as there are seats, so that on an idle
 server a call takes all seats at once."""
+
+_TURN = 64
+"""So many calls at most have a turn after a step. Where the queue is full, a thousand would take 10 ms each time."""
 
 
 class _Call:
@@ -51,6 +55,7 @@ class Intake:
         self._scheduler = scheduler
         self._clock = clock
         self._calls: deque[_Call] = deque()  # of more than one request
+        self._is_due = False
 
     @property
     def has_calls(self) -> bool:
@@ -69,19 +74,27 @@ class Intake:
             self._fill(call, displaces=False)
         return displaced
 
+    def fill_soon(self, fill: Callable[[], None]) -> None:
+        """Has `fill` called in the event loop's next turn, once for all who ask until then, if there are calls."""
+        if self._calls and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(fill)
+
     def fill(self) -> list[RequestOutput]:
-        """Lets requests of accepted calls enter. Returns the last outputs of the requests that they have displaced.
+        """Lets requests of accepted calls enter, of up to `_TURN` calls in turn. Returns the last outputs of those that
+        they have displaced.
 
         Only one call in a turn looks for requests to displace in vain, since that means to look at the whole queue."""
+        self._is_due, displaces = False, True
         displaced: list[RequestOutput] = []
-        displaces = True
-        for _ in range(len(self._calls)):
+        for _ in range(min(len(self._calls), _TURN)):
             call = self._calls.popleft()
             if call.settle():
                 displaced += self._fill(call, displaces=displaces)
                 displaces = displaces and (not call.left or bool(_waiting(call)))
                 self._calls.append(call)
-        self._calls.rotate(-1)
+        if len(self._calls) <= _TURN:
+            self._calls.rotate(-1)  # else another one comes first anyway
         return displaced
 
     def takes_back(self, output: RequestOutput) -> bool:

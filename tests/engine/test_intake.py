@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.intake import Intake
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import ContextLengthError, QueueFullError, QuotaExceededError
-from mlx_server.outputs import CompletionDelta
-from mlx_server.request import FinishReason, Priority
+from mlx_server.outputs import CompletionDelta, RequestOutput
+from mlx_server.request import FinishReason, Priority, Request
 from mlx_server.tiers import Tier
 from tests.engine.test_engine import MAX_MODEL_LEN, ask, engine_of, is_empty, read, until
 from tests.engine_worlds import greedy, make_folder, random_prompts
@@ -188,3 +190,46 @@ async def test_an_engine_that_has_stopped_keeps_no_blocks(folder):
         await engine.stop()
         gc.collect()
         assert blocks() is None
+
+
+async def test_few_calls_have_a_turn_after_a_step_and_each_has_one(folder, monkeypatch):
+    """Streams would wait for all of them otherwise."""
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=120) as engine:
+        running = await occupied(engine)
+        calls = [engine.submit_all(call(f"{number}-", 2, 1)) for number in range(110)]
+        add_request, num_tries = engine.scheduler.add_request, Counter[int]()
+
+        def count(request: Request, **more: bool) -> list[RequestOutput]:
+            num_tries[running.request.num_output_tokens] += 1
+            return add_request(request, **more)
+
+        monkeypatch.setattr(engine.scheduler, "add_request", count)
+        for _ in range(4):
+            await anext(running)
+        assert 0 < max(num_tries.values()) <= 64
+        running.abort()
+        for streams in calls:
+            for stream in streams:
+                assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_the_end_of_a_long_call_gives_others_one_turn(folder, monkeypatch):
+    """And not one for each of its parts, which would hold up streams."""
+    num_turns, fill = 0, Intake.fill
+
+    def count(intake: Intake) -> list[RequestOutput]:
+        nonlocal num_turns
+        num_turns += 1
+        return fill(intake)
+
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=128) as engine:
+        running = await occupied(engine)
+        first, second = engine.submit_all(call("n", 100)), engine.submit_all(call("m", 3, 1))
+        monkeypatch.setattr(Intake, "fill", count)
+        for stream in first:
+            stream.abort()
+        await asyncio.sleep(0)
+        assert 0 < num_turns <= 2
+        running.abort()
+        for stream in second:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
