@@ -55,7 +55,7 @@ def exists(path: Path) -> bool:
     for example: from Python 3.14 on, `Path.exists` says no."""
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last is of a NUL in the path
         return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import dataclasses
 import datetime
 import json
@@ -148,6 +149,8 @@ def _print_key(key: KeyText, tier: str) -> None:
     `ServeError` if nobody can have read it."""
     print(f"Key {key.key_id} of the tier {tier}. It is shown only now: store it.", file=sys.stderr)
     try:
+        if sys.__stdout__ is None:  # the stream in its place leads nowhere
+            raise OSError(errno.EBADF, "standard output is closed")
         print(key.text, flush=True)
     except OSError as error:
         raise ServeError(

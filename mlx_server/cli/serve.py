@@ -35,6 +35,9 @@ _END_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _RESTART_PAUSE_S = 10
 _FLUSH_S = 10
+_KEYS = ("api_key", "admin_key")
+_FILES = ("api_key_file", "admin_key_file", "key_file", "tls_cert", "tls_key")
+"""Without them, a server needs no key, or sends keys that can be read on the way."""
 _HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
@@ -52,11 +55,12 @@ def run_serve(args: argparse.Namespace) -> int:
       mlx-serve serve --config my.toml --kv-cache-memory 4GiB --no-prefix-caching
     """
     config = config_from(args)
-    for name in ("api_key", "admin_key"):
+    for name in (*_KEYS, *_FILES):
         flag, given = "--" + name.replace("_", "-"), getattr(args, name)
         if given == "":  # as of a script whose variable is not set
-            raise ConfigError(f"{flag} is empty, and that is no key; give one, or leave the option out.")
-        if given is not None:
+            what = "key" if name in _KEYS else "file"
+            raise ConfigError(f"{flag} is empty, and that is no {what}; give one, or leave the option out.")
+        if given is not None and name in _KEYS:
             print(
                 f"mlx-serve: warning: every user of this machine can see {flag} in the process list; use "
                 f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",

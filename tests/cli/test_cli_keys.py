@@ -181,6 +181,17 @@ def test_a_key_that_cannot_be_printed_changes_nothing(
     assert len(json.loads(keys.run("list", "--json"))) == 1
 
 
+@pytest.mark.parametrize("command", ["create", "rotate"])
+def test_a_key_for_a_closed_output_changes_nothing(keys: Keys, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = keys.create()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "__stdout__", None)  # as Python starts with `>&-`
+        keys.run(command, *([id_of(text)] if command == "rotate" else []), status=1)
+    assert "cannot be printed: standard output is closed. Nothing is changed; call this again" in keys.errors
+    assert matches(keys, text)
+    assert len(json.loads(keys.run("list", "--json"))) == 1
+
+
 @pytest.mark.parametrize("arguments", [("list",), ("revoke", "x"), ("rotate", "x")])
 def test_without_a_file_the_first_step_is_named(keys, arguments):
     keys.run(*arguments, status=1)
@@ -263,6 +274,28 @@ def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
 def test_an_empty_key_on_the_command_line_opens_no_server(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", flag, ""]) == 2
     assert f"error: {flag} is empty, and that is no key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["api-key", "admin-key", "key", "tls-cert"])
+def test_an_empty_file_name_on_the_command_line_opens_no_server(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: pytest.fail("It listens."))
+    flag = f"--{name}" if name == "tls-cert" else f"--{name}-file"
+    assert main(["serve", flag, ""]) == 2
+    assert f"error: {flag} is empty, and that is no file" in capsys.readouterr().err
+
+
+def test_a_path_that_no_file_can_have_gets_the_remedy(keys: Keys) -> None:
+    keys.path = keys.path.parent.parent / ("k" * 300)
+    keys.run("create", status=1)
+    assert "cannot be changed: File name too long. Check the file and its folder, or name another" in keys.errors
+
+
+def test_a_path_that_no_file_can_have_is_of_no_file(keys: Keys) -> None:
+    keys.path = Path("a\0b")
+    keys.run("list", status=1)
+    assert "There are no keys yet" in keys.errors
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])

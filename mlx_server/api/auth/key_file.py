@@ -238,7 +238,7 @@ def _fill(path: Path) -> None:
 
 def remedy(path: Path) -> str:
     """What helps against an error of SQLite, after a space, if the file's kind, disk or folder is the cause."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         return " It is no regular file: name another with --key-file."
     if os.access(path.parent, os.F_OK) and shutil.disk_usage(path.parent).free < _MIN_FREE_BYTES:
         return f" The disk of {path.parent} is full: make room on it, or name another file with --key-file."
