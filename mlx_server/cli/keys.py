@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import dataclasses
 import datetime
+import errno
 import json
 import sqlite3
 import sys

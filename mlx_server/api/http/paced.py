@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 _PAUSE = 19
 """Pauses between two computations, in times that the last one took: computing takes a twentieth of the time at most."""
+_MAX_PAUSE_S = 5.0
+"""After a computation that a busy machine has held up: scrapers give up after 10 s."""
 
 
 class Paced:
@@ -32,4 +34,4 @@ class Paced:
             return compute()
         finally:
             ended_s = time.monotonic()
-            self._rested_s = ended_s + _PAUSE * (ended_s - began_s)
+            self._rested_s = ended_s + min(_PAUSE * (ended_s - began_s), _MAX_PAUSE_S)

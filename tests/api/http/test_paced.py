@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_server.api import app as applications
 from mlx_server.api import probes
+from mlx_server.api.http import paced
 from tests.api.worlds import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -37,6 +39,26 @@ async def test_a_scrape_that_fails_ends_with_its_requests(world: World, monkeypa
         answers = await asyncio.gather(*(world.http.get("/metrics") for _ in range(2)))
         assert [answer.status_code for answer in answers] == [500, 500]
     assert (await world.http.get("/metrics")).status_code == 200
+
+
+async def test_a_scrape_after_one_that_stalled_comes_before_prometheus_gives_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slept = [0.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    def stall(*args: object) -> bytes:
+        clock[0] += 60.0
+        return b""
+
+    monkeypatch.setattr(probes, "render", stall)
+    monkeypatch.setattr(paced, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(paced, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    for _ in range(2):
+        await world.http.get("/metrics")
+    assert 0 < slept[1] < 10
 
 
 async def test_the_document_is_made_once_and_not_by_the_event_loop(
