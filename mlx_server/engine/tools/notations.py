@@ -13,7 +13,8 @@ from mlx_server.engine.tools.formats import Notation
 from mlx_server.engine.tools.texts import without
 
 UNENFORCED = (
-    *("pattern", "format", "minLength", "maxLength", "patternProperties", "minItems", "maxItems", "uniqueItems"),
+    *("pattern", "format", "minLength", "maxLength", "patternProperties"),
+    *("minItems", "maxItems", "uniqueItems", "prefixItems"),
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
     *("minProperties", "maxProperties", "propertyNames", "allOf"),
 )
@@ -113,6 +114,8 @@ class NotationWriter:
                 return self._object(
                     self._members(schema["properties"], schema.get("required", ()), self._notation.member or "")
                 )
+            case "object" if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
+                return self._object("")
             case "object":
                 return self._free_object(schema.get("additionalProperties"))
             case _:

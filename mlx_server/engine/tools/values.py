@@ -9,7 +9,7 @@ import ast
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from mlx_server.engine.grammar.schema import referenced
@@ -47,7 +47,8 @@ _NAMES = {
 class Arguments:
     """The arguments that a function's schema lists itself, through `$ref` and `allOf`, and in branches of `anyOf` and
     `oneOf`. Those of several branches may be given together; `required` are those that all of them require. One that is
-    listed several times may be any of these. `keywords` are all that the schema uses for this.
+    listed several times may be any of these, but what the schema around them says of it comes first. `keywords` are all
+    that the schema uses for this.
 
     Raises `RecursionError`.
     """
@@ -63,30 +64,39 @@ class Arguments:
     def schemas(self) -> dict[str, Any]:
         return {key: _any_of(list(found.values())) for key, found in self._listed.items()}
 
-    def _add(self, schema: Any) -> set[str]:
-        """Adds what the schema lists, and returns the names of the arguments that it requires."""
+    def _add(self, schema: Any, told: frozenset[str] = frozenset()) -> set[str]:
+        """Adds what the schema lists, and returns the names of the arguments that it requires. `told`: of which
+        arguments the schemas around it say something."""
         if not isinstance(schema, Mapping):
             return set()
         self.keywords.update(schema)
-        properties = schema.get("properties")
-        for key, value in properties.items() if isinstance(properties, Mapping) else ():
-            self._listed.setdefault(key, {})[id(value)] = value
+        listed = schema.get("properties")
+        properties = listed if isinstance(listed, Mapping) else {}
+        for key, value in properties.items():
+            if key not in told:
+                self._listed.setdefault(key, {})[id(value)] = value
+        add = partial(self._add, told=told.union(key for key, value in properties.items() if _is_telling(value)))
         required = {name for name in _items(schema, "required") if isinstance(name, str)}
-        required |= set[str]().union(*map(self._add, _items(schema, "allOf")))
+        required |= set[str]().union(*map(add, _items(schema, "allOf")))
         if isinstance(reference := schema.get("$ref"), str):
             if reference not in self._known:
                 self._known[reference] = set()  # within itself: a circle adds nothing
-                self._known[reference] = self._add(referenced(self._root, reference))
+                self._known[reference] = add(referenced(self._root, reference))
             required |= self._known[reference]
         for key in ("anyOf", "oneOf"):
-            branches = [self._add(branch) for branch in _items(schema, key)]
+            branches = [add(branch) for branch in _items(schema, key)]
             required |= set.intersection(*branches) if branches else set()
         return required
 
 
 def _any_of(schemas: list[Any]) -> Any:
-    telling = [schema for schema in schemas if schema is not True]  # those that say more than that there is an argument
+    telling = [schema for schema in schemas if _is_telling(schema)]
     return {"anyOf": telling} if len(telling) > 1 else (telling or schemas)[0]
+
+
+def _is_telling(schema: Any) -> bool:
+    """Whether it says more than that there is an argument."""
+    return schema is not True and schema != {}
 
 
 def _items(schema: Mapping[str, Any], key: str) -> list[Any]:

@@ -234,6 +234,17 @@ def test_notations_write_every_kind_of_value(name: str) -> None:
     assert {dict, list, str, type(None), "next"} <= seen
 
 
+@pytest.mark.parametrize("name", ["gemma4", "pythonic"])
+def test_an_object_that_is_closed_is_empty_and_a_tuple_is_named(name: str) -> None:
+    closed = {"type": "object", "properties": {}, "additionalProperties": False}
+    pair = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}
+    tools = [tool("f", {"properties": {"a": closed, "b": pair}, "required": ["a"]})]
+    outputs = written(name, tools, range(20), is_parallel=False)
+    assert len(outputs) >= 10
+    assert {str(arguments["a"]) for ((_, arguments),) in outputs} == {"{}"}
+    assert force(name, tools).notes == ("prefixItems",)
+
+
 def test_a_models_own_format_is_forced() -> None:
     def first_text(name: str | None) -> str:
         world = WORLDS.get(name or "", CALL_WORLD)

@@ -226,6 +226,17 @@ def test_a_schema_that_refers_to_itself_adds_no_types() -> None:
     assert json.loads("".join(fragments)) == {"size": 5}
 
 
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
+def test_a_branch_that_names_an_argument_leaves_it_its_types(keyword: str) -> None:
+    parameters = {
+        "properties": {"size": {"type": "integer"}, "text": {"type": "string"}, "any": {}},
+        keyword: [{"properties": {"size": {"minimum": 3}, "text": {}, "any": {"type": "integer"}}}],
+    }
+    tools = [{"type": "function", "function": {"name": "write", "parameters": parameters}}]
+    _, ((_, fragments),) = streamed("qwen3_coder", qwen(("size", "5"), ("text", "5"), ("any", "5")), tools)
+    assert json.loads("".join(fragments)) == {"size": 5, "text": "5", "any": 5}
+
+
 def test_the_types_of_an_argument_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An output may have it very often, and a schema may be large."""
     found = []
