@@ -257,7 +257,8 @@ _FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 
 def _parse_lines(path: Path, text: str, output_len: int) -> Iterator[Turn | TraceLine]:
     is_json = text.lstrip().startswith("{")
-    entries: Iterable[Any] = filter(str.strip, text.splitlines()) if is_json else csv.DictReader(io.StringIO(text))
+    lines = io.StringIO(text, newline=None)  # any line breaks, and only those: not U+2028 in a text
+    entries: Iterable[Any] = filter(str.strip, lines) if is_json else csv.DictReader(lines)
     for number, entry in enumerate(entries, start=1):
         try:
             line = _parse_json(json.loads(entry), output_len) if is_json else _parse_csv(entry)

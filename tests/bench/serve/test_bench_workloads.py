@@ -129,6 +129,18 @@ def test_azures_lines_come_in_order_of_arrival():
     assert [len(text) for text in words(trace("azure.csv"))] == [374, 879, 396]
 
 
+@pytest.mark.parametrize("line_break", [b"\r", b"\r\n"])
+def test_a_trace_may_have_any_line_breaks(line_break: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_bytes((DATA / "azure.csv").read_bytes().replace(b"\n", line_break))
+    assert read_dataset(tmp_path / "trace.csv") == read_dataset(DATA / "azure.csv")
+
+
+def test_a_prompt_may_have_unicodes_line_separators(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    ((message,),) = [turn.messages for turn in read_dataset(tmp_path / "prompts.jsonl")]
+    assert message["content"] == "a\u2028b"
+
+
 def test_burstgpts_failed_requests_are_left_out():
     assert read_dataset(DATA / "burstgpt.csv") == [TraceLine(0.0, 472, 18), TraceLine(113.0, 417, 276)]
     assert read_dataset(DATA / "burstgpt.csv", limit=1) == [TraceLine(0.0, 472, 18)]
