@@ -54,13 +54,10 @@ def run_serve(args: argparse.Namespace) -> int:
       mlx-serve serve mlx-community/Qwen3-0.6B-4bit --port 9000
       mlx-serve serve --config my.toml --kv-cache-memory 4GiB --no-prefix-caching
     """
-    config = config_from(args)
-    for name in (*_KEYS, *_FILES):
-        flag, given = "--" + name.replace("_", "-"), getattr(args, name)
-        if given == "":  # as of a script whose variable is not set
-            what = "key" if name in _KEYS else "file"
-            raise ConfigError(f"{flag} is empty, and that is no {what}; give one, or leave the option out.")
-        if given is not None and name in _KEYS:
+    config = _config(args)
+    for name in _KEYS:
+        if getattr(args, name) is not None:
+            flag = _flag(name)
             print(
                 f"mlx-serve: warning: every user of this machine can see {flag} in the process list; use "
                 f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",
@@ -228,4 +225,18 @@ def _checked(serve_options: Sequence[str]) -> Config:
     secret = next((s.flag for s in settings() if s.is_secret and getattr(args, s.name) is not None), None)
     if secret is not None:
         raise ServeError(f"Every user could read {secret} in the agent's file; put it into a --config file.")
+    return _config(args)
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """The configuration. Raises `ConfigError`, also for keys that are empty, as of a script's variable that is not
+    set."""
+    for name in (*_KEYS, *_FILES):
+        if getattr(args, name) == "":
+            what = "key" if name in _KEYS else "file"
+            raise ConfigError(f"{_flag(name)} is empty, and that is no {what}; give one, or leave the option out.")
     return config_from(args)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

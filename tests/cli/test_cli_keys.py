@@ -282,8 +282,9 @@ def test_an_empty_file_name_on_the_command_line_opens_no_server(
 ) -> None:
     monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: pytest.fail("It listens."))
     flag = f"--{name}" if name == "tls-cert" else f"--{name}-file"
-    assert main(["serve", flag, ""]) == 2
-    assert f"error: {flag} is empty, and that is no file" in capsys.readouterr().err
+    for command in (["serve"], ["service", "install", "--output", os.devnull, "--"]):
+        assert main([*command, flag, ""]) == 2
+        assert f"error: {flag} is empty, and that is no file" in capsys.readouterr().err
 
 
 def test_a_path_that_no_file_can_have_gets_the_remedy(keys: Keys) -> None:
