@@ -45,6 +45,14 @@ async def occupied(engine: AsyncEngine) -> RequestStream:
     return stream
 
 
+async def test_on_an_idle_server_a_call_takes_all_seats_at_once(folder):
+    async with engine_of(folder, max_num_seqs=4) as engine:
+        streams = engine.submit_all(call("n", 4))
+        assert engine.scheduler.num_waiting == 4
+        for stream in streams:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+
+
 async def test_a_call_takes_one_place_in_a_full_queue_and_is_answered_whole(folder):
     async with engine_of(folder, max_num_seqs=1, max_num_waiting=4) as engine:
         running = await occupied(engine)

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from mlx_server.engine.fair_slots import shielded
+
 _PAUSE = 19
 """Pauses between two computations, in times that the last one took: computing takes a twentieth of the time at most."""
 _MAX_PAUSE_S = 5.0
@@ -24,7 +26,7 @@ class Paced:
         """What `compute` returns, called now or after the pause by whoever asked first. Raises what it raises."""
         if self._next is None:
             self._next = asyncio.create_task(self._compute(compute))
-        return await asyncio.shield(self._next)
+        return await shielded(self._next)
 
     async def _compute(self, compute: Callable[[], bytes]) -> bytes:
         await asyncio.sleep(self._rested_s - time.monotonic())

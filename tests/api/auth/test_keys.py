@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from mlx_server.api.answers.generation_service import watch_revocations
@@ -429,6 +430,21 @@ async def test_keys_that_cannot_be_read_are_reported_at_the_start(tmp_path: Path
     server = ServerConfig(**{name: value.format(path=tmp_path) for name, value in settings.items()})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
         KeyRing(Config(server=server))
+
+
+async def test_the_key_file_is_open_until_the_keys_are_closed(tmp_path: Path):
+    path = tmp_path / "keys.sqlite"
+    with KeyFile.create(path) as file:
+        key = file.add("default", "")
+    ring = KeyRing(Config(server=ServerConfig(key_file=str(path))))
+
+    def is_open() -> bool:
+        return str(path) in {opened.path for opened in psutil.Process().open_files()}
+
+    ring.identify(key.text, is_local=False)
+    assert is_open()
+    ring.close()
+    assert not is_open()
 
 
 async def test_keys_are_required_while_nobody_can_know_whether_there_are_any(monkeypatch: pytest.MonkeyPatch):
