@@ -93,7 +93,9 @@ class ScheduledChunk(NamedTuple):
     tokens, at least all that are new since its last chunk.
 
     In a chunk for the model's own head, position p is computed with the model's hidden state at the request's position
-    `hidden_offset` + p.
+    `hidden_offset` + p. In one for a block drafter, this holds for all but the last `num_block` positions, which are a
+    block: the last known token and masks. Then `num_drafts` is 2 less than `num_block`, or 0: a token is sampled after
+    each mask.
     """
 
     request_id: str
@@ -109,6 +111,7 @@ class ScheduledChunk(NamedTuple):
     draft_bitmasks: tuple[bytes | None, ...] = ()
     recent_token_ids: tuple[int, ...] = ()
     hidden_offset: int = 0
+    num_block: int = 0
 
 
 class StepKind(enum.StrEnum):

@@ -104,7 +104,7 @@ def save_head(path: Path, weights: Weights, file_name: str = "mtp.safetensors", 
 
 def head_folder(path: Path, architecture: str, *, inside: bool = False) -> str:
     """A tiny random model with a random head, in a separate file or among its weights."""
-    config = _stored(config_of(architecture))
+    config = stored_config(config_of(architecture))
     model = build_random(config, 0)
     save_model_folder(model, config, path, byte_tokenizer())
     if inside:
@@ -122,7 +122,7 @@ CYCLE = np.roll(np.arange(VOCAB_SIZE), -7)
 def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
     """A model whose next token depends only on the last one, with a head that always predicts the token after it: from
     the model's hidden state, or from the previous token. Layers add nothing; embeddings are unit vectors."""
-    config = _stored(config_of(architecture))
+    config = stored_config(config_of(architecture))
     sizes = {"hidden_size": VOCAB_SIZE, "num_attention_heads": 5, "num_key_value_heads": 5}
     sizes["num_attention_groups"] = 5
     config |= sizes
@@ -154,12 +154,12 @@ def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
     return str(path)
 
 
-def _stored(config: dict[str, Any]) -> dict[str, Any]:
+def stored_config(config: dict[str, Any]) -> dict[str, Any]:
     """The form of a `config.json`: for most models, transformers warns if `rope_scaling` is null."""
     if config["model_type"] == "glm4_moe":
         return config
     nested = config.get("text_config")
-    own = {"text_config": _stored(nested)} if isinstance(nested, dict) else {}
+    own = {"text_config": stored_config(nested)} if isinstance(nested, dict) else {}
     return {name: value for name, value in {**config, **own}.items() if name != "rope_scaling"}
 
 

@@ -1,5 +1,5 @@
-"""Draft models, and a model's own multi-token-prediction heads: whether they can draft for a model, how they are
-loaded, and what memory they use."""
+"""Draft models, block drafters, and a model's own multi-token-prediction heads: whether they can draft for a model, how
+they are loaded, and what memory they use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
+from mlx_server.batching.speculation.draft_blocks import BlockDrafts
 from mlx_server.batching.speculation.draft_heads import HeadDrafts
 from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.batching.speculation.drafting import Speculation
@@ -24,10 +25,13 @@ from mlx_server.engine.memory.need import estimate_heads
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.regroup import Scope
-from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, load_head
+from mlx_server.runtime.drafts.block_drafter import BlockModel, load_block_drafter
+from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, load_head, text_part
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
-from mlx_server.runtime.drafts.runner import DraftingRunner, HeadFeed
+from mlx_server.runtime.drafts.layer_taps import FeatureStates, LayerTaps
+from mlx_server.runtime.drafts.runner import BlockFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 
@@ -67,6 +71,8 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     weights if their vocabularies differ."""
     settings = config.model
     folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype, settings.quantize)
+    if folder is not None and is_block_drafter(await asyncio.to_thread(read_model_json, folder / "config.json")):
+        return await run(load_block_drafter(settings.model, folder, target, settings.dtype))
     if folder is not None and tokenizer is not None:
         own = await asyncio.to_thread(Tokenizer.from_folder, folder, trust_remote_code=settings.trust_remote_code)
         difference = await asyncio.to_thread(vocabulary_difference, tokenizer, own)
@@ -150,7 +156,8 @@ async def make_draft(
     """Makes the runner and the scheduler's side of a `loaded` draft model. Its pool holds up to `max_num_tokens`, and
     it computes up to `largest_chunk` tokens of a prompt at a time. Raises as `make_runner` does, and `ModelLoadError`
     for a draft model with recurrent state."""
-    has_text, head = loaded.folder is not None, loaded.model if isinstance(loaded.model, HeadModel) else None
+    has_text, model_kind = loaded.folder is not None, loaded.model
+    head = model_kind if isinstance(model_kind, HeadModel | BlockModel) else None
     if not has_text and loaded.vocab_size != target.vocab_size:
         sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
@@ -165,7 +172,7 @@ async def make_draft(
             state_limit_bytes=share.kv_room_bytes,
         )
     )
-    fault, feed = _fault(info, target_runner, is_head=head is not None), None
+    fault, feed = _fault(info, target_runner, head), None
     try:
         if fault is not None:
             raise _refused(loaded.name, target, fault)
@@ -183,7 +190,11 @@ async def make_draft(
         model_key=loaded.name,
         enable_prefix_caching=config.cache.prefix_caching,
     )
-    model = (DraftModel if head is None else HeadDrafts)(
+    kind: Callable[..., DraftModel] = DraftModel if head is None else HeadDrafts
+    if isinstance(head, BlockModel):
+        shape = head.model.shape
+        kind = partial(BlockDrafts, block_size=shape.block_size, mask_token_id=shape.mask_token_id)
+    model = kind(
         blocks,
         vocab_size=min(loaded.vocab_size, target.vocab_size),
         max_tokens=loaded.max_model_len,
@@ -211,10 +222,13 @@ def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None)
     return Speculation(drafter, settings.max_draft_tokens, num_spares, model)
 
 
-def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | None:
+def _fault(info: RunnerInfo, target: ModelRunner, head: HeadModel | BlockModel | None) -> str | None:
     """Why a model that can run cannot draft; None if it can."""
     if info.is_recurrent:
         return "it has recurrent state, which cannot be reset to the last correct draft"
+    if isinstance(head, BlockModel):
+        return None if info.level == Scope.NOTHING else "its attention cannot see both ways in a paged batch"
+    is_head = head is not None
     if is_head and info.level.startswith(Scope.MODEL):
         return "mlx-lm's code for it does not run in a paged batch"
     if is_head and not target.forward.can_select_rows:
@@ -224,10 +238,13 @@ def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | Non
     return None
 
 
-def _feed(head: HeadModel, target: ModelRunner, num_requests: int) -> HeadFeed:
-    weight = head.model.hidden_norm.weight
-    states = HiddenStates(target.cache.backend.make_rows, num_requests, weight.shape[0], weight.dtype)
-    return HeadFeed(head.model.link, states)
+def _feed(head: HeadModel | BlockModel, target: ModelRunner, num_requests: int) -> HeadFeed:
+    body, make_rows = head.model, target.cache.backend.make_rows
+    (size,), dtype = body.hidden_norm.weight.shape, body.hidden_norm.weight.dtype
+    if isinstance(head, HeadModel):
+        return HeadFeed(body.link, HiddenStates(make_rows, num_requests, size, dtype))
+    taps = LayerTaps(text_part(target.forward.model).layers, body.shape.target_layer_ids)
+    return BlockFeed(body, FeatureStates(taps, body.features, make_rows, num_requests, size, dtype))
 
 
 def _at_once(work: Callable[[], T]) -> Pieces[T]:

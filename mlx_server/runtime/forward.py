@@ -78,7 +78,7 @@ class ModelForward:
         self.num_calls = 0
         self.adapters = adapters
         self.level = LEVELS[0]
-        self._model = model
+        self.model = model
         self._cache = cache
         self._step = StepGroups(adapters)
         self._regrouping = Regrouping(model, self.level, self._step)
@@ -94,7 +94,7 @@ class ModelForward:
     def use(self, level: Level, *, selects_rows: bool) -> None:
         """Runs at `level` from now on. With `selects_rows`, the head gets only the rows whose logits are asked for."""
         self._regrouping.remove()
-        self._regrouping = Regrouping(self._model, level, self._step)
+        self._regrouping = Regrouping(self.model, level, self._step)
         self._cache.forget_views()
         self.level = level
         self._selects_rows = selects_rows and self.can_select_rows
@@ -113,15 +113,18 @@ class ModelForward:
         owners: IntArray | None = None,
         hidden_rows: Sequence[int] = (),
         images: ImageRows | None = None,
+        blocks: IntArray | None = None,
     ) -> mx.array:
         """Logits `[len(rows), vocabulary]` of `rows`. Lazy. `plans` has one plan for each layer group, and `owners`
         `[T]` the index of each row's adapter; None if no row has one. `take_hidden` returns the hidden states of
-        `hidden_rows`. `images` are the step's image rows."""
+        `hidden_rows`. `images` are the step's image rows. Rows of one of the `blocks` `[S, 2]` (first and last row,
+        exclusive) see each other, as those of images do in some models."""
         self.num_calls = 0
-        if images is not None and len(images.spans):
+        spans = blocks if images is None else images.spans
+        if spans is not None and len(spans):
             if self.level.scope is not Scope.NOTHING or self._cache.recurrent:
-                raise UnpageableError("images that see both ways, in modules that run by group")
-            plans = [plan.with_spans(images.spans) for plan in plans]
+                raise UnpageableError("rows that see both ways, in modules that run by group")
+            plans = [plan.with_spans(spans) for plan in plans]
         self._images = images
         plans = self._cache.begin(plans)
         try:
@@ -184,10 +187,10 @@ class ModelForward:
         if self._selector is not None:
             self._selector.rows = rows if self._selects_rows else None
         token = caches_in_use.set(self._cache.paged)
-        swiglu_token = swiglu_in_use.set(getattr(self._model, SWIGLU, None))
+        swiglu_token = swiglu_in_use.set(getattr(self.model, SWIGLU, None))
         try:
             more = {} if images is None else {"image_rows": images}
-            logits: mx.array = self._model(batch, cache=cache, **more)
+            logits: mx.array = self.model(batch, cache=cache, **more)
         finally:
             if self._selector is not None:
                 self._selector.rows = None  # direct calls of the model get all rows

@@ -114,6 +114,10 @@ class ModelRunner:
         return self.cache.needs_synchronous_steps or (states is not None and states.needs_synchronous_steps)
 
     @property
+    def _keeps_last(self) -> bool:
+        return self.hidden_states is not None and self.hidden_states.are_last
+
+    @property
     def num_pooled_dimensions(self) -> int | None:
         """The size of pooled vectors, if layers after the pooling set it."""
         return self._pooler.num_dimensions
@@ -133,15 +137,15 @@ class ModelRunner:
         self.sampler.sample(logits, [SampleRow("warm-up", 0, None)]).fetch()
         self.sampler.drop("warm-up")
 
-    def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Builds and submits a step."""
+    def launch(self, step: SchedulerOutput, blocks: IntArray | None = None) -> LaunchedStep:
+        """Builds and submits a step. `blocks` are rows that see each other, see `ModelForward`."""
         copied = self._copy_and_change(step)
         self._update_requests(step)  # after loading: requests may resume from a loaded state
         if not step.chunks:
             return LaunchedStep(step.step_id, 0, [], None, None, [], None, [], copied, mx.array(0))
         for chunk in step.chunks:
             if chunk.token_ids is not None:
-                num_known = chunk.num_tokens - chunk.num_drafts
+                num_known = chunk.num_tokens - max(chunk.num_drafts, chunk.num_block)
                 known = chunk.recent_token_ids or chunk.token_ids[:num_known]
                 self.sampler.observe(chunk.request_id, known, chunk.start + num_known)
         plans = self._tables.plan(step.chunks)
@@ -153,10 +157,11 @@ class ModelRunner:
         pooling = self._pooler.plan(step.chunks, ends) if self._pooler.requests else NO_POOLING
         rows += pooling.logit_rows
         kept_rows = None if self.hidden_states is None else self.hidden_states.plan(step.chunks, ends)
-        hidden_rows = pooling.hidden_rows if kept_rows is None else [*kept_rows.rows, *pooling.hidden_rows]
+        last_rows = kept_rows.rows if kept_rows is not None and self._keeps_last else []
         owners = self._owners(step.chunks)
         images = None if self.images is None else self.images.rows(step.chunks, plans[0].positions)
-        logits = self.forward(plans, self._input_ids(step.chunks), rows, owners, hidden_rows, images)
+        hidden_rows = [*last_rows, *pooling.hidden_rows]
+        logits = self.forward(plans, self._input_ids(step.chunks), rows, owners, hidden_rows, images, blocks)
         kept = [(self._tables.state_slot(c.request_id), c.checkpoint) for c in step.chunks if c.checkpoint is not None]
         if kept:
             self.cache.keep_states(kept)
@@ -173,7 +178,7 @@ class ModelRunner:
             arrays += scored.arrays()
         pooled = None
         if pooling is not NO_POOLING:
-            own = hidden if hidden is None or kept_rows is None else hidden[len(kept_rows.rows) :]
+            own = None if hidden is None else hidden[len(last_rows) :]
             pooled = self._pooler.pool(pooling, own, logits[num_rows:])
             arrays += pooled.arrays()
         if self._needs_synchronous_steps and self._previous is not None:
@@ -197,10 +202,10 @@ class ModelRunner:
         return self._previous
 
     def _keep_hidden(self, kept: KeptRows | None, hidden: mx.array | None) -> list[mx.array]:
-        """Stores the first of the `hidden` states for a head; returns the arrays to evaluate."""
-        if self.hidden_states is None or kept is None or hidden is None:
+        """Stores hidden states for a head or block drafter; returns the arrays to evaluate."""
+        if self.hidden_states is None or kept is None:
             return []
-        self.hidden_states.write(kept, hidden[: len(kept.rows)])
+        self.hidden_states.keep(kept, hidden)
         return self.hidden_states.arrays()
 
     def wait(self, launched: LaunchedStep) -> None:

@@ -18,6 +18,6 @@ def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
 
 
-def _always(rates: Mapping[str, float], most: int, room: StepRoom, *costs: object) -> Burst:
+def _always(rates: Mapping[str, float], most: int, room: StepRoom, *costs: object, **kind: object) -> Burst:
     names = sorted(rates)[: room.most // most]
     return Burst(most, frozenset(names), 1e9) if names else draft_burst.NO_BURST

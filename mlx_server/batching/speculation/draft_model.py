@@ -97,8 +97,10 @@ class DraftModel:
         yet."""
         able = [request for request, num_free in free.items() if num_free > 0 and self._can_follow(request)]
         rates = {request.request_id: self.acceptances.rate(request.request_id) for request in able}
-        is_off = self._is_held or self._has_failed
-        return NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
+        return NO_BURST if self._is_held or self._has_failed else self._best(rates, most, room, target, wait_s)
+
+    def _best(self, rates: Mapping[str, float], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
+        return draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
 
     def _skip(self, free: Mapping[Request, int], burst: Burst) -> None:
         """A step has no drafts for requests outside `burst`. They are tried again after a while, and so is a draft
@@ -146,7 +148,7 @@ class DraftModel:
         burst = wanted
         if len(near) < len(chosen):
             rates = {request.request_id: self.acceptances.rate(request.request_id) for request in near}
-            burst = draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
+            burst = self._best(rates, most, room, target, wait_s)
         steps = BurstSteps(set(chosen.values()))
         for request, follower in near.items():
             if request.request_id in burst.request_ids:
@@ -166,17 +168,26 @@ class DraftModel:
     def _draft(self, steps: BurstSteps, request: Request, follower: Follower, depth: int) -> None:
         shadow, num_known = follower.shadow, follower.shadow.num_tokens
         for most in dict.fromkeys((depth, 1)):
-            if self._admit(steps, follower, num_known + most - 1, self._others(steps.wanted)):
+            if self._admit(steps, follower, num_known + self._num_fed(most), self._others(steps.wanted)):
                 break
         else:  # of two requests that both need the last block, the first gets it
-            if not self._admit(steps, follower, num_known, self._others({follower, *steps.computed})):
+            others = self._others({follower, *steps.computed})
+            if not self._admit(steps, follower, num_known + self._num_fed(most), others):
                 return
         bitmask = None if request.constraint is None else request.constraint.bitmask()
-        steps.add(shadow, num_known, is_sampling=True, bitmask=bitmask)
-        steps.follow(shadow, num_known, most - 1)
+        self._add(steps, shadow, num_known, most, bitmask)
         shadow.num_computed_tokens = num_known
         self._composed.followers[request.request_id] = follower
         steps.computed.append(follower)
+
+    def _num_fed(self, depth: int) -> int:
+        """How many positions after the known tokens are computed to draft `depth` tokens."""
+        return depth - 1
+
+    def _add(self, steps: BurstSteps, shadow: Request, num_known: int, depth: int, bitmask: bytes | None) -> None:
+        """Adds the computation of `depth` drafts after the first `num_known` tokens, whose first obeys `bitmask`."""
+        steps.add(shadow, num_known, is_sampling=True, bitmask=bitmask)
+        steps.follow(shadow, num_known, depth - 1)
 
     def _bring_up(self, steps: BurstSteps, behind: Iterable[Follower], saved_s: float, limit_s: float) -> None:
         """Computes pieces of prompts, the shortest first, as many tokens in all as fit `limit_s`."""

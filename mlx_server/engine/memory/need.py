@@ -28,7 +28,7 @@ from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import bfloat16_shapes, predict_cache, why_no_vision
-from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
+from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, is_block_drafter, read_headers
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_folder
 
@@ -297,7 +297,7 @@ def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> Mem
 
 
 def _estimate_model(config: Config) -> MemoryNeed:
-    settings, num_ranks, sees = config.model, config.fleet.tensor_parallel_size, False
+    settings, num_ranks, sees, held = config.model, config.fleet.tensor_parallel_size, False, 0
     folder = find_model(settings)
     if folder is None:
         described: Mapping[str, Any] = random_models.config_of(settings.model)
@@ -307,6 +307,9 @@ def _estimate_model(config: Config) -> MemoryNeed:
         stored = {kind}
     else:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if is_block_drafter(described):
+            described = {**described, "model_type": "qwen3", "dflash_config": None}
+            held = config.scheduler.max_num_seqs * HELD_STATES * _first_size(described, "hidden_size")
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
         sees = num_ranks == 1 and not why_no_vision(folder)
@@ -323,7 +326,8 @@ def _estimate_model(config: Config) -> MemoryNeed:
     if sees:
         item_bytes = _item_bytes(settings, 2)
         activations += vision_bytes(described, max_pixels=config.server.max_image_pixels, item_bytes=item_bytes)
-    return MemoryNeed(weights, activations, _pool_bytes(config, described, stored))
+    kv_bytes = _pool_bytes(config, described, stored) + held * _item_bytes(settings, 2)
+    return MemoryNeed(weights, activations, kv_bytes)
 
 
 def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) -> int:

@@ -170,15 +170,15 @@ def load_head(files: HeadFiles, target: LoadedModel, dtype: str) -> Pieces[Loade
 
 def _build(files: HeadFiles, target: LoadedModel) -> HeadModel:
     template = build_model(files.one_layer)
-    owner = _language_model(target.model)
-    link = _link(owner)
+    owner = text_part(target.model)
+    link = link_to(owner)
     norm = link.last_norm()
     body = HeadBody(files.family, list(template.layers), norm.weight.shape[0], norm.eps, link)
     head = HeadModel(body, make_prompt_cache(template), str(files.config["model_type"]))
     weights, is_packed = _read(files, template)
     packing = target.config.get("quantization")
     if is_packed:
-        _quantize(head, packing, lambda path, module: _packing(weights, path, module))
+        quantize_as_stored(head, packing, weights)
     body.load_weights(list(weights.items()))
     if is_gpu():
         head.set_dtype(norm.weight.dtype)
@@ -188,13 +188,15 @@ def _build(files: HeadFiles, target: LoadedModel) -> HeadModel:
     return head
 
 
-def _language_model(model: Any) -> Any:
+def text_part(model: Any) -> Any:
+    """The part of a model with its layers and its output matrix: the language model, if it also sees."""
     return next(one for one in (getattr(model, "language_model", None), model) if isinstance(one, nn.Module))
 
 
-def _link(owner: Any) -> HeadLink:
-    """The link to a model's modules, which are looked up at each call, because they may have been replaced."""
-    body = _name(owner, "model", "backbone")
+def link_to(owner: Any) -> HeadLink:
+    """The link to a model's modules, which are looked up at each call, because they may have been replaced. `owner` is
+    its `text_part`."""
+    body = body_name(owner)
     embedding = _name(owner[body], "embed_tokens", "word_embeddings", "embeddings")
     norm = _name(owner[body], "norm", "norm_f")
 
@@ -206,6 +208,11 @@ def _link(owner: Any) -> HeadLink:
         output=(lambda x: owner.lm_head(x)) if "lm_head" in owner else (lambda x: find(embedding).as_linear(x)),
         last_norm=lambda: find(norm),
     )
+
+
+def body_name(owner: nn.Module) -> str:
+    """The attribute of a `text_part` that has all but the output matrix."""
+    return _name(owner, "model", "backbone")
 
 
 def _name(module: nn.Module, *names: str) -> str:
@@ -229,7 +236,7 @@ def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
     has_stacked = any(_STACKED.fullmatch(name) for name in layer)
     sanitized = layer
     if hasattr(template, "sanitize"):
-        body = _name(_language_model(template), "model", "backbone")
+        body = body_name(text_part(template))
         sanitized = template.sanitize({f"{body}.{name}": array for name, array in layer.items()})
     layer = {f"layers.{name.partition('layers.')[2]}": array for name, array in sanitized.items()}
     _stack_experts(layer)
@@ -266,6 +273,12 @@ def _experts(weights: dict[str, mx.array], mlp: str, name: str) -> Iterator[mx.a
         number += 1
 
 
+def quantize_as_stored(model: nn.Module, settings: object, weights: dict[str, mx.array]) -> None:
+    """Quantises the modules of a head or drafter that have quantised `weights`, which are named without `model.`.
+    `settings` are those of a config.json; nothing is done without them."""
+    _quantize(model, settings, lambda path, module: _packing(weights, path, module))
+
+
 def _packing(weights: dict[str, mx.array], path: str, module: Any) -> bool | dict[str, Any]:
     """The quantisation of a module's weights, derived from their shapes."""
     name = path.removeprefix("model.")
@@ -273,7 +286,7 @@ def _packing(weights: dict[str, mx.array], path: str, module: Any) -> bool | dic
     return packing or False
 
 
-def _quantize(head: HeadModel, settings: object, chosen: Callable[[str, Any], bool | dict[str, Any]]) -> None:
+def _quantize(head: nn.Module, settings: object, chosen: Callable[[str, Any], bool | dict[str, Any]]) -> None:
     """Quantises the head as the model's `settings` say, where `chosen` and the shapes allow it."""
     if not isinstance(settings, dict):
         return

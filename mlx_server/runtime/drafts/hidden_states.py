@@ -1,4 +1,4 @@
-"""The last hidden states of running requests, kept for a multi-token-prediction head."""
+"""Hidden states of running requests, kept for a multi-token-prediction head or a block drafter."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class KeptRows(NamedTuple):
 class HiddenStates:
     """A ring of `HELD_STATES` slots for each of `num_requests` requests: the state of position p is in the request's
     slot p % HELD_STATES until the state of p + HELD_STATES replaces it. MLX thread only."""
+
+    are_last = True
+    """Whether these are what the model's output matrix reads."""
 
     def __init__(self, make_rows: MakeRows, num_requests: int, size: int, dtype: mx.Dtype) -> None:
         self._rows = make_rows((num_requests * HELD_STATES, size), dtype)
@@ -49,6 +52,15 @@ class HiddenStates:
         rows = np.repeat(np.array(ends, dtype=np.int64), counts) - back
         positions = np.repeat([chunk.start + chunk.num_tokens for chunk in chunks], counts) - back
         return KeptRows(rows.tolist(), self._slots(chunks, counts, positions))
+
+    def keep(self, kept: KeptRows, hidden: mx.array | None) -> None:
+        """Stores the states of planned rows after the forward pass, in which `hidden` `[R, D]` begins with theirs if
+        `are_last`."""
+        assert hidden is not None, "the rows were asked for"
+        self.write(kept, hidden[: len(kept.rows)])
+
+    def close(self) -> None:
+        """The model is used without a drafter from now on."""
 
     def write(self, kept: KeptRows, hidden: mx.array) -> None:
         """Stores `hidden` `[len(kept.rows), D]`."""

@@ -25,7 +25,7 @@ from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, TEXT_ONLY, not_served
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
-from mlx_server.runtime.models.folder import read_headers, read_model_json
+from mlx_server.runtime.models.folder import is_block_drafter, read_headers, read_model_json
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
 """Packages without which some of mlx-lm's modules exit the process when they are imported."""
@@ -51,6 +51,8 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration has no model_type; add it to config.json.")
+    if is_block_drafter(config):
+        raise ModelLoadError("It only drafts for another model: name that one, and this with --draft-model.")
     if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
     if sees or not _is_in_mlx_lm(model_type):

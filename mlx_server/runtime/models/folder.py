@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,15 @@ _OTHER_WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 
 def missing_parts(folder: Path) -> list[str]:
     """What is missing before `folder` can be loaded, in words for the user; empty if it is complete."""
-    return [*_config_faults(folder), *_weight_faults(folder), *_tokenizer_faults(folder)]
+    faults = _config_faults(folder)
+    needs_tokenizer = bool(faults) or not is_block_drafter(read_model_json(folder / "config.json"))
+    return [*faults, *_weight_faults(folder), *(_tokenizer_faults(folder) if needs_tokenizer else ())]
+
+
+def is_block_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model that only drafts for another one (`drafts/block_drafter.py`), with that one's
+    tokenizer."""
+    return isinstance(config.get("dflash_config"), dict)
 
 
 def _config_faults(folder: Path) -> list[str]:

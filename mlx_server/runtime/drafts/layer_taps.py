@@ -1,0 +1,98 @@
+"""Reads what layers of a model return, without a change of its code: drafters are given features of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_server.outputs import ScheduledChunk
+from mlx_server.runtime.cache.row_pool import MakeRows
+from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
+
+
+class LayerTaps:
+    """The outputs of some layers in the forward pass after `open`. A layer's class is replaced by a subclass of it,
+    until `remove`. MLX thread only."""
+
+    def __init__(self, layers: Sequence[Any], layer_ids: Sequence[int]) -> None:
+        self._layers = [layers[layer_id] for layer_id in layer_ids]
+        self._outputs: dict[int, list[mx.array]] = {}
+        self._is_open = False
+        for place, layer in enumerate(self._layers):
+            object.__setattr__(layer, "_tap", lambda output, place=place: self._keep(place, output))
+            kind: Any = type(layer)
+            layer.__class__ = _tapped(kind)
+
+    def open(self) -> None:
+        """The next forward pass is kept."""
+        self._outputs = {place: [] for place in range(len(self._layers))}
+        self._is_open = True
+
+    def take(self, rows: Sequence[int]) -> mx.array:
+        """The outputs `[len(rows), layers * D]` for rows of the batch, lazy."""
+        columns = [self._outputs[place] for place in range(len(self._layers))]
+        self._outputs, self._is_open = {}, False
+        # A model that runs by group is called once for each, in the order of their rows.
+        outputs = mx.concatenate([parts[0] if len(parts) == 1 else mx.concatenate(parts) for parts in columns], axis=-1)
+        is_all = list(rows) == list(range(outputs.shape[0]))
+        return outputs if is_all else outputs[mx.array(list(rows), dtype=mx.int32)]
+
+    def remove(self) -> None:
+        """Restores the layers."""
+        self._outputs, self._is_open = {}, False
+        for layer in self._layers:
+            layer.__class__ = type(layer).__mro__[2]
+            object.__delattr__(layer, "_tap")
+
+    def _keep(self, place: int, output: Any) -> None:
+        if self._is_open:
+            hidden: mx.array = output[0] if isinstance(output, tuple) else output
+            self._outputs[place].append(hidden.reshape(-1, hidden.shape[-1]))
+
+
+class _Tapped:
+    """Mixed into a layer's class, before it in the order of bases."""
+
+    _tap: Callable[[Any], None]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self._tap(output)
+        return output
+
+
+@lru_cache(maxsize=64)
+def _tapped(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (_Tapped, kind), {})
+
+
+class FeatureStates(HiddenStates):
+    """As `HiddenStates`, for features: `project` makes them, `[R, D]`, of the outputs of the tapped layers."""
+
+    are_last = False
+
+    def __init__(
+        self,
+        taps: LayerTaps,
+        project: Callable[[mx.array], mx.array],
+        make_rows: MakeRows,
+        num_requests: int,
+        size: int,
+        dtype: mx.Dtype,
+    ) -> None:
+        super().__init__(make_rows, num_requests, size, dtype)
+        self._taps = taps
+        self._project = project
+
+    def plan(self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]) -> KeptRows:
+        self._taps.open()
+        return super().plan(chunks, ends)
+
+    def keep(self, kept: KeptRows, hidden: mx.array | None) -> None:
+        self.write(kept, self._project(self._taps.take(kept.rows)))
+
+    def close(self) -> None:
+        self._taps.remove()

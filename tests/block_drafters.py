@@ -1,0 +1,124 @@
+"""Folders of tiny block drafters, in the form of their checkpoints, and drafts by mlx-vlm's code for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
+from mlx_vlm.speculative.drafters.dflash2 import ModelConfig as SecondConfig
+from mlx_vlm.speculative.drafters.qwen3_dflash import Model as FirstModel
+from mlx_vlm.speculative.drafters.qwen3_dflash import ModelConfig as FirstConfig
+
+from tests.tiny_models import VOCAB_SIZE, byte_tokenizer, save_model_folder, tiny_model
+
+MASK_TOKEN_ID = 319
+BLOCK_SIZE_OF_DRAFTERS = 8
+LAYERS = (0, 2)
+"""Of a target with three layers."""
+
+_SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+
+
+def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The config.json of a drafter of the `kind` "dflash", "dflash, causal and sliding" or "dflash2" for a model with the
+    configuration `target`."""
+    text = target.get("text_config") or target
+    layers = [layer for layer in LAYERS if layer < text["num_hidden_layers"]]
+    own: dict[str, Any] = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": layers}
+    if kind == "dflash2":
+        own |= _SECOND
+    if "sliding" in kind:
+        own["causal"] = True
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": text["hidden_size"],
+        "vocab_size": text["vocab_size"],
+        "num_target_layers": text["num_hidden_layers"],
+        "block_size": BLOCK_SIZE_OF_DRAFTERS,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        **({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40} if "sliding" in kind else {}),
+        "dflash_config": own,
+        **more,
+    }
+
+
+def their_drafter(config: dict[str, Any], seed: int = 3) -> Any:
+    """mlx-vlm's drafter with random weights."""
+    is_second = "selector_rank" in config["dflash_config"]
+    model = (
+        DFlash2DraftModel(SecondConfig.from_dict(config)) if is_second else FirstModel(FirstConfig.from_dict(config))
+    )
+    keys = iter(mx.random.split(mx.random.key(seed), 200))
+    weights = {
+        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
+        if array.ndim == 1
+        else 0.15 * mx.random.normal(array.shape, key=key)
+        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
+    }
+    model.load_weights(list(weights.items()))
+    return model
+
+
+def save_drafter(path: Path, config: dict[str, Any], model: Any) -> str:
+    """The folder of a drafter, without a tokenizer, as they are published."""
+    path.mkdir(exist_ok=True)
+    weights = {name.replace("codebook.weight", "codebook"): array for name, array in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def their_drafts(drafter: Any, target: Any, token_ids: Sequence[int], count: int) -> list[int]:
+    """What mlx-vlm's drafter drafts after `token_ids`, with features of all positions but the last."""
+    drafter.validate_target_compatibility = lambda target: None  # it asks for mlx-vlm's own class of model
+    drafter.bind(target)
+    hidden, kept = target.model.embed_tokens(mx.array([token_ids[:-1]])), []
+    for index, layer in enumerate(target.model.layers):
+        hidden = layer(hidden, "causal")
+        if index in LAYERS:
+            kept.append(hidden)
+    drafts = drafter.draft_block(
+        mx.array([token_ids[-1]]),
+        mx.concatenate(kept, axis=-1),
+        drafter.make_cache(),
+        count + 1,
+        lambda logits: mx.argmax(logits, axis=-1),
+    )
+    found: list[int] = drafts[0].tolist()
+    return found
+
+
+def simple_folders(path: Path, kind: str) -> tuple[str, str]:
+    """A model that always gives the same token, and a drafter that knows it: layers add nothing to embeddings, which are
+    all equal, and the output matrix has one row."""
+    model, config = tiny_model("llama")
+    own = drafter_config(kind, dict(config))
+    drafter = their_drafter(own)
+    for one in (model, drafter):
+        weights = {
+            name: mx.zeros_like(array)
+            for name, array in tree_flatten(one.parameters())
+            if name.endswith(("o_proj.weight", "down_proj.weight", "codebook.weight"))
+        }
+        one.load_weights(list(weights.items()), strict=False)
+    matrix = mx.zeros((VOCAB_SIZE, config["hidden_size"]))
+    matrix[7] = 1.0
+    ones = [(name, mx.ones_like(array)) for name, array in tree_flatten(model.parameters()) if "norm" in name]
+    given = [("model.embed_tokens.weight", mx.ones_like(matrix)), ("lm_head.weight", matrix), *ones]
+    model.load_weights(given, strict=False)
+    target = save_model_folder(model, dict(config), path / "model", byte_tokenizer())
+    return str(target), save_drafter(path / "drafter", own, drafter)

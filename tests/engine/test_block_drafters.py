@@ -1,0 +1,229 @@
+"""Block drafters (DFlash), over the whole engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_server import LLM, SamplingParams
+from mlx_server.batching.speculation.draft_blocks import BlockDrafts
+from mlx_server.config import Config, ModelConfig, SchedulerConfig
+from mlx_server.engine.memory.need import estimate_need
+from mlx_server.errors import ModelLoadError
+from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput, ScheduledChunk
+from mlx_server.runtime.drafts.layer_taps import _Tapped
+from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
+from mlx_server.runtime.models.random_models import build_random
+from tests.architectures import config_of
+from tests.block_drafters import (
+    BLOCK_SIZE_OF_DRAFTERS,
+    drafter_config,
+    save_drafter,
+    simple_folders,
+    their_drafter,
+    their_drafts,
+)
+from tests.device_memory import active_bytes
+from tests.engine_worlds import random_prompts
+from tests.heads import stored_config
+from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
+
+_KINDS = ("dflash", "dflash, causal and sliding", "dflash2")
+_PROMPTS = random_prompts((30, 66, 25, 20))
+_LIKELY = {5: 30.0, 6: 30.0}
+"""Of two tokens a random drafter is right about half the time."""
+
+_SAMPLING = (
+    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
+)
+
+
+def folders(path: Path, kind: str, architecture: str = "qwen3") -> tuple[str, str, Any, Any]:
+    """The folders of a model and a drafter, mlx-lm's model and mlx-vlm's drafter."""
+    model, config = tiny_model(architecture)
+    own = drafter_config(kind, dict(config))
+    drafter = their_drafter(own)
+    path.mkdir(exist_ok=True)
+    target = save_model_folder(model, dict(config), path / "model", byte_tokenizer())
+    return str(target), save_drafter(path / "drafter", own, drafter), model, drafter
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_drafts_are_those_of_mlx_vlm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step of several requests at a time, whatever was right before; prompts of several chunks."""
+    drafts: list[tuple[list[int], tuple[int, ...]]] = []
+    take = BlockDrafts.take
+
+    def watched(self: BlockDrafts, output: ModelRunnerOutput) -> None:
+        take(self, output)
+        for name in output.drafts:
+            shadow = self._followers[name].shadow
+            drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
+
+    monkeypatch.setattr(BlockDrafts, "take", watched)
+    target, drafter, model, theirs = folders(tmp_path, kind)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=256, max_draft_tokens=5) as llm:
+        llm.generate(_PROMPTS, sampling, use_tqdm=False)
+    assert len(drafts) > 20
+    for token_ids, ours in drafts:
+        assert list(ours) == their_drafts(theirs, model, token_ids, len(ours)), len(token_ids)
+
+
+def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
+    """Of two rounds, of which the second finds the first one's prefixes."""
+    with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
+        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
+        llm.engine.scheduler.check_integrity()
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        return done, stats
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        *[(kind, "qwen3") for kind in _KINDS],
+        *[("dflash", architecture) for architecture in ("llama", "qwen3_moe", "gemma3_text", "gpt_oss")],
+    ],
+)
+def test_random_drafters_change_no_answer(kind: str, architecture: str, tmp_path: Path) -> None:
+    """Greedy and at 0.7, with penalties, beside one that does not draft, with prefix hits and preemptions."""
+    target, drafter, _, _ = folders(tmp_path, kind, architecture)
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_accepted_tokens > 0 or kind == "dflash2"  # it rarely finds a likely token among its candidates
+    assert stats.num_preemptions > 0
+    beside_lookups, _ = _answers(target, speculate="auto", draft_model=drafter)
+    assert beside_lookups == plain
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "jamba"])
+def test_a_drafter_reads_layers_with_recurrent_state(architecture: str, tmp_path: Path) -> None:
+    config = stored_config(config_of(architecture))
+    model = build_random(config, 0)
+    target = str(save_model_folder(model, config, tmp_path / "model", byte_tokenizer()))
+    own = drafter_config("dflash", config)
+    drafter = save_drafter(tmp_path / "drafter", own, their_drafter(own))
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_drafter_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) -> None:
+    """Up to the block that it was made for, in one step a burst."""
+    target, drafter = simple_folders(tmp_path, kind)
+    prompts = random_prompts((33, 70, 5, 290))
+    sampling = [
+        SamplingParams(max_tokens=50, temperature=temperature, seed=1, ignore_eos=True)
+        for temperature in (0.0, 0.7, 0.0, 0.7)
+    ]
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=512, max_draft_tokens=12) as llm:
+        for _ in range(2):
+            llm.generate(prompts, sampling, use_tqdm=False)
+        stats = llm.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 300
+    assert stats.num_drafts * (BLOCK_SIZE_OF_DRAFTERS - 1) >= stats.num_draft_tokens
+    assert stats.num_generated_tokens > 4 * stats.num_model_calls
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, drafter, _, _ = folders(tmp_path, "dflash")
+    plain, _ = _answers(target, speculate="off")
+    give = BlockFeed.give
+    count = 0
+
+    def broken(self: BlockFeed, *args: Any, **more: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise RuntimeError("the drafter is broken")
+        return give(self, *args, **more)
+
+    monkeypatch.setattr(BlockFeed, "give", broken)
+    with LLM(
+        target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, speculate="model", draft_model=drafter
+    ) as llm:
+        parts = llm.engine._parts
+        assert parts is not None
+        layers = parts.loaded.model.layers
+        assert [isinstance(layer, _Tapped) for layer in layers] == [True, False, True]
+        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
+        assert not any(isinstance(layer, _Tapped) for layer in layers)
+        assert llm.stats().num_draft_errors == 1
+    assert done == plain
+    assert "the drafter is broken" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size is 32, the model has 64"),
+        ({"num_target_layers": 7}, "num_target_layers is 7, the model has 3"),
+        ({"vocab_size": 400}, "vocab_size is 400, the model has 320"),
+        ({"block_size": 1}, "block_size is 1"),
+        ({"intermediate_size": 40}, "shape"),
+        ({"rope_is_neox_style": False}, "another kind"),
+        ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id 320"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}}, "target_layer_ids"),
+        ({"dflash_config": {}}, "target_layer_ids"),
+    ],
+)
+def test_a_drafter_of_another_model_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    target, drafter, _, _ = folders(tmp_path, "dflash")
+    path = Path(drafter) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    before = active_bytes()
+    with pytest.raises(ModelLoadError, match=message):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128, num_kv_blocks=8)
+    assert active_bytes() <= before
+
+
+def test_a_drafter_alone_is_no_model(tmp_path: Path) -> None:
+    _, drafter, _, _ = folders(tmp_path, "dflash")
+    with pytest.raises(ModelLoadError, match="only drafts for another model.*--draft-model"):
+        LLM(drafter, max_model_len=128, num_kv_blocks=8)
+
+
+def test_its_memory_is_estimated_with_the_features_that_are_kept(tmp_path: Path) -> None:
+    target, drafter, _, _ = folders(tmp_path, "dflash")
+    scheduler = SchedulerConfig(speculate="model", max_num_seqs=4)
+    alone = estimate_need(Config(model=ModelConfig(model=target), scheduler=SchedulerConfig(speculate="off")))
+    both = estimate_need(Config(model=ModelConfig(model=target, draft_model=drafter), scheduler=scheduler))
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=128, max_num_seqs=4) as llm:
+        assert llm.engine._parts is not None
+        draft = llm.engine._parts.draft
+        assert draft is not None
+        assert draft.state_bytes == 4 * HELD_STATES * 64 * 4
+        assert both.kv_bytes - alone.kv_bytes >= draft.kv_bytes
+        assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
+
+
+def test_where_the_rows_of_blocks_are() -> None:
+    """The example of `block_rows`."""
+    chunks = [
+        ScheduledChunk("a", 0, 5, (1, 2, 2, 9, 9), (), True, 0, num_drafts=1, num_block=3),
+        ScheduledChunk("b", 0, 3, (4, 4, 9), (), True, 0, num_block=2),
+    ]
+    rows = block_rows(chunks)
+    assert rows.blocks.tolist() == [2, 3, 4, 6, 7]
+    assert rows.places.tolist() == [0, 1, 2, 0, 1]
+    assert rows.order.tolist() == [0, 1, 3, 4, 5, 2, 6, 7]
+    assert rows.anchors.tolist() == [2, 4]
