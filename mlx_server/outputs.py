@@ -77,6 +77,15 @@ BlockIds = tuple[tuple[int, ...], ...]
 HELD_STATES = 256
 """The number of hidden states that are kept of each request for a draft head: those of its last positions."""
 
+HELD_FEATURES = 1024
+"""The same for a block drafter, whose features are kept of at most a quarter of the requests that may run: so they take
+as much memory as hidden states for a head."""
+
+
+def num_with_features(max_num_seqs: int) -> int:
+    """Of how many requests features are kept."""
+    return max(1, max_num_seqs * HELD_STATES // HELD_FEATURES)
+
 
 class ScheduledChunk(NamedTuple):
     """One request's part of a step: positions [start, start + num_tokens).

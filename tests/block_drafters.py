@@ -25,8 +25,8 @@ _SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "se
 
 
 def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The config.json of a drafter of the `kind` "dflash", "dflash, causal and sliding" or "dflash2" for a model with the
-    configuration `target`."""
+    """The config.json of a drafter for a model with the configuration `target`. The `kind` is "dflash", "dflash, causal
+    and sliding" or "dflash2"."""
     text = target.get("text_config") or target
     layers = [layer for layer in LAYERS if layer < text["num_hidden_layers"]]
     own: dict[str, Any] = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": layers}
@@ -103,8 +103,8 @@ def their_drafts(drafter: Any, target: Any, token_ids: Sequence[int], count: int
 
 
 def simple_folders(path: Path, kind: str) -> tuple[str, str]:
-    """A model that always gives the same token, and a drafter that knows it: layers add nothing to embeddings, which are
-    all equal, and the output matrix has one row."""
+    """A model that always gives the same token, and a drafter that knows it: layers add nothing to embeddings, which
+    are all equal, and the output matrix has one row."""
     model, config = tiny_model("llama")
     own = drafter_config(kind, dict(config))
     drafter = their_drafter(own)

@@ -24,6 +24,7 @@ from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
 from mlx_server.engine.memory.need import estimate_heads
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
+from mlx_server.outputs import num_with_features
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.drafts.block_drafter import BlockModel, load_block_drafter
 from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, load_head, text_part
@@ -193,7 +194,8 @@ async def make_draft(
     kind: Callable[..., DraftModel] = DraftModel if head is None else HeadDrafts
     if isinstance(head, BlockModel):
         shape = head.model.shape
-        kind = partial(BlockDrafts, block_size=shape.block_size, mask_token_id=shape.mask_token_id)
+        most = num_with_features(target_info.max_num_seqs)
+        kind = partial(BlockDrafts, block_size=shape.block_size, mask_token_id=shape.mask_token_id, max_held=most)
     model = kind(
         blocks,
         vocab_size=min(loaded.vocab_size, target.vocab_size),
@@ -244,7 +246,8 @@ def _feed(head: HeadModel | BlockModel, target: ModelRunner, num_requests: int) 
     if isinstance(head, HeadModel):
         return HeadFeed(body.link, HiddenStates(make_rows, num_requests, size, dtype))
     taps = LayerTaps(text_part(target.forward.model).layers, body.shape.target_layer_ids)
-    return BlockFeed(body, FeatureStates(taps, body.features, make_rows, num_requests, size, dtype))
+    states = FeatureStates(taps, body.features, make_rows, num_with_features(num_requests), size, dtype)
+    return BlockFeed(body, states)
 
 
 def _at_once(work: Callable[[], T]) -> Pieces[T]:

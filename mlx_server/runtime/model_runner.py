@@ -238,6 +238,14 @@ class ModelRunner:
             image_errors=launched.images.errors,
         )
 
+    def fetch_rows(self, launched: LaunchedStep) -> dict[str, tuple[int, ...]]:
+        """Waits for a launched step and reads the token ids of all its sampled rows, by request: for a drafter, whose
+        drafts nothing has checked yet."""
+        launched.wait()
+        tokens = [] if launched.sampled is None else launched.sampled.fetch()
+        ends = {rows: rows.first + 1 + len(rows.drafts) for rows in launched.rows}
+        return {r.request_id: tuple(token.token_id for token in tokens[r.first : end]) for r, end in ends.items()}
+
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in step.dropped_request_ids:
             self._tables.drop(request_id)

@@ -13,7 +13,7 @@ from mlx_server.batching.speculation.draft_blocks import BlockDrafts
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput, ScheduledChunk
+from mlx_server.outputs import HELD_FEATURES, EngineStats, ModelRunnerOutput, ScheduledChunk
 from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
 from mlx_server.runtime.models.random_models import build_random
@@ -198,7 +198,7 @@ def test_a_drafter_of_another_model_is_refused(change: dict[str, Any], message: 
 
 def test_a_drafter_alone_is_no_model(tmp_path: Path) -> None:
     _, drafter, _, _ = folders(tmp_path, "dflash")
-    with pytest.raises(ModelLoadError, match="only drafts for another model.*--draft-model"):
+    with pytest.raises(ModelLoadError, match="only drafts for another model"):
         LLM(drafter, max_model_len=128, num_kv_blocks=8)
 
 
@@ -211,9 +211,28 @@ def test_its_memory_is_estimated_with_the_features_that_are_kept(tmp_path: Path)
         assert llm.engine._parts is not None
         draft = llm.engine._parts.draft
         assert draft is not None
-        assert draft.state_bytes == 4 * HELD_STATES * 64 * 4
+        assert draft.state_bytes == HELD_FEATURES * 64 * 4  # of one of four requests
         assert both.kv_bytes - alone.kv_bytes >= draft.kv_bytes
         assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_features_are_kept_of_a_quarter_of_the_requests(tmp_path: Path) -> None:
+    """The others do not draft, and get room when one of the first has ended."""
+    target, drafter = simple_folders(tmp_path, "dflash")
+    sampling = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (60, 20, 60, 60, 60)]
+    plain, _ = _counted(target, sampling, speculate="off")
+    drafted, accepted = _counted(target, sampling, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert 50 < accepted < 100
+
+
+def _counted(target: str, sampling: list[SamplingParams], **settings: Any) -> tuple[list[tuple[int, ...]], int]:
+    with LLM(target, max_model_len=128, num_kv_blocks=40, max_num_seqs=4, **settings) as llm:
+        prompts = random_prompts((20, 21, 22, 23, 24))
+        return [
+            one.token_ids for one in llm.generate(prompts, sampling, use_tqdm=False)
+        ], llm.stats().num_accepted_tokens
 
 
 def test_where_the_rows_of_blocks_are() -> None:

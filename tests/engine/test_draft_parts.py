@@ -192,7 +192,7 @@ def test_its_memory_is_booked_and_freed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize("method", ["launch", "fetch"])
+@pytest.mark.parametrize("method", ["launch", "fetch_rows"])
 def test_a_draft_model_that_fails_ends_drafting_and_no_more(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,11 +204,11 @@ def test_a_draft_model_that_fails_ends_drafting_and_no_more(
         runner, num_left = parts.draft.runner._draft, [9]
         work = getattr(runner, method)
 
-        def failing(step: Any) -> Any:
+        def failing(step: Any, *more: Any) -> Any:
             num_left[0] -= 1
             if num_left[0] == 0:
                 raise RuntimeError("it is broken")
-            return work(step)
+            return work(step, *more)
 
         monkeypatch.setattr(runner, method, failing)
         assert [one.token_ids for one in _answers(llm)] == plain

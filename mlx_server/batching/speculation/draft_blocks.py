@@ -3,8 +3,8 @@
 Like a head, it reads a hidden state of each position that the model has computed, but never its own, and no tokens but
 the last known one:
 
-    a request of 300 known tokens; features of positions 64 to 298 are kept, and 3 tokens are to be drafted
-    the chunk: features 64 to 298, then token 299 and three masks, whose rows give drafts of 300, 301 and 302
+    a request of 300 known tokens, 0 to 299; features of positions 0 to 298 are kept, and 3 tokens are to be drafted
+    the chunk: features 0 to 298, then token 299 and three masks, whose rows give drafts of 300, 301 and 302
     the model accepts 300 and samples another token for 301: the next chunk has the features of 299 and 300, then the
     token in place of 301 and masks, and overwrites the block
 """
@@ -12,18 +12,22 @@ the last known one:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import Burst, BurstSteps
 from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom
 from mlx_server.batching.speculation.draft_heads import HeadDrafts
+from mlx_server.outputs import HELD_FEATURES
 from mlx_server.request import Request
 
 
 class BlockDrafts(HeadDrafts):
     """The policy of a block drafter, which was trained for blocks of `block_size` rows with `mask_token_id`."""
 
-    def __init__(self, *args: object, block_size: int, mask_token_id: int, **more: object) -> None:
+    _num_held = HELD_FEATURES
+
+    def __init__(self, *args: object, block_size: int, mask_token_id: int, **more: Any) -> None:
         super().__init__(*args, **more)
         self._most = block_size - 1
         self._mask = mask_token_id

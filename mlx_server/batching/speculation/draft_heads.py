@@ -94,17 +94,23 @@ _MAX_STARTS = 4096
 class HeadDrafts(DraftModel):
     """The policy of a model's head. A prefix in its cache is the tokens after a `first`, and everything before that."""
 
-    def __init__(self, *args: object, **more: object) -> None:
+    _num_held = HELD_STATES
+
+    def __init__(self, *args: object, max_held: int | None = None, **more: object) -> None:
+        """Hidden states are kept of at most `max_held` requests at a time; None for no limit."""
         super().__init__(*args, **more)  # type: ignore[arg-type]
+        self._max_held = max_held
         self._held: dict[str, _Held] = {}
         self._starts: OrderedDict[str, None] = OrderedDict()
 
     def on_chunk(self, chunk: ScheduledChunk) -> None:
         """A step of the model computes the chunk, and keeps its last hidden states."""
         held, start, end = self._held.get(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens
+        if held is None and self._max_held is not None and len(self._held) >= self._max_held:
+            return
         first = start if held is None or start > held.end else held.first
         token_ids = (chunk.token_ids or ()) if chunk.num_drafts else ()
-        self._held[chunk.request_id] = _Held(max(first, end - HELD_STATES), start, end, token_ids)
+        self._held[chunk.request_id] = _Held(max(first, end - self._num_held), start, end, token_ids)
 
     def release(self, request: Request) -> None:
         super().release(request)

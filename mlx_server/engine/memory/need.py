@@ -16,7 +16,7 @@ from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import draft_model_named, find_model
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_STATES
+from mlx_server.outputs import HELD_FEATURES, HELD_STATES, num_with_features
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
@@ -309,7 +309,8 @@ def _estimate_model(config: Config) -> MemoryNeed:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if is_block_drafter(described):
             described = {**described, "model_type": "qwen3", "dflash_config": None}
-            held = config.scheduler.max_num_seqs * HELD_STATES * _first_size(described, "hidden_size")
+            held = num_with_features(config.scheduler.max_num_seqs) * HELD_FEATURES
+            held *= _first_size(described, "hidden_size")
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
         sees = num_ranks == 1 and not why_no_vision(folder)

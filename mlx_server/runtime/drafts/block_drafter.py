@@ -110,10 +110,10 @@ class BlockRows:
 
 @dataclass(slots=True)
 class BlockLink(HeadLink):
-    """What a block drafter shares with its model, and its inputs besides token ids: `given` are the features `[F, D]`
-    for the next call, `rows` says where they are (None: there are none, and all rows are a sequence). `carried` are the
-    hidden states `[S, 1, D]` of the rows that the last call sampled, before the output matrix. Embeddings are multiplied
-    by `scale`."""
+    """What a block drafter shares with its model, and its inputs besides token ids. `given` are the features `[F, D]`
+    for the next call, and `rows` says where they are; without `rows`, all rows are a sequence. `carried` are the hidden
+    states `[S, 1, D]` of the rows that the last call sampled, before the output matrix. Embeddings are multiplied by
+    `scale`."""
 
     scale: float = 1.0
     rows: BlockRows | None = None

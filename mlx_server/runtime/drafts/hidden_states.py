@@ -21,35 +21,43 @@ class KeptRows(NamedTuple):
 
 
 class HiddenStates:
-    """A ring of `HELD_STATES` slots for each of `num_requests` requests: the state of position p is in the request's
-    slot p % HELD_STATES until the state of p + HELD_STATES replaces it. MLX thread only."""
+    """A ring of `num_held` slots for each of the first `num_requests` requests that run: the state of position p is in
+    the request's slot p % num_held until the state of p + num_held replaces it. MLX thread only."""
 
     are_last = True
     """Whether these are what the model's output matrix reads."""
 
-    def __init__(self, make_rows: MakeRows, num_requests: int, size: int, dtype: mx.Dtype) -> None:
-        self._rows = make_rows((num_requests * HELD_STATES, size), dtype)
+    def __init__(
+        self, make_rows: MakeRows, num_requests: int, size: int, dtype: mx.Dtype, num_held: int = HELD_STATES
+    ) -> None:
+        self._rows = make_rows((num_requests * num_held, size), dtype)
+        self._num_held = num_held
         self._dtype = dtype
         self._places: dict[str, int] = {}
         self._free = list(range(num_requests))
-        self.num_bytes = num_requests * HELD_STATES * size * dtype.size
+        self.num_bytes = num_requests * num_held * size * dtype.size
 
     @property
     def needs_synchronous_steps(self) -> bool:
         return self._rows.needs_synchronous_steps
 
     def plan(self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]) -> KeptRows:
-        """The last rows of each chunk. Chunk i ends before row `ends[i]` of the step.
+        """The last rows of each chunk, except of requests for which no slots were left. Chunk i ends before row
+        `ends[i]` of the step.
 
         Example: a decode at position 300 and a prompt of 258 tokens, of requests 0 and 1: rows 0, 3, 4, ..., 258; slots
         300 % 256 = 44, 256 + 2, 256 + 3, ..., 256 + 255, 256 + 0, 256 + 1.
         """
         for chunk in chunks:
-            if chunk.request_id not in self._places:
+            if chunk.request_id not in self._places and self._free:
                 self._places[chunk.request_id] = self._free.pop()
-        counts = [min(chunk.num_tokens, HELD_STATES) for chunk in chunks]
+        kept = [index for index, chunk in enumerate(chunks) if chunk.request_id in self._places]
+        chunks = [chunks[index] for index in kept]
+        if not chunks:
+            return KeptRows([], Slots(np.zeros(0, np.int32)))
+        counts = [min(chunk.num_tokens, self._num_held) for chunk in chunks]
         back = _counted_down(counts)
-        rows = np.repeat(np.array(ends, dtype=np.int64), counts) - back
+        rows = np.repeat(np.array([ends[index] for index in kept], dtype=np.int64), counts) - back
         positions = np.repeat([chunk.start + chunk.num_tokens for chunk in chunks], counts) - back
         return KeptRows(rows.tolist(), self._slots(chunks, counts, positions))
 
@@ -84,7 +92,7 @@ class HiddenStates:
 
     def _slots(self, chunks: Sequence[ScheduledChunk], counts: Sequence[int], positions: IntArray) -> Slots:
         places = np.repeat([self._places[chunk.request_id] for chunk in chunks], counts)
-        return Slots((places * HELD_STATES + positions % HELD_STATES).astype(np.int32))
+        return Slots((places * self._num_held + positions % self._num_held).astype(np.int32))
 
 
 def _counted_down(counts: Sequence[int]) -> IntArray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_server.outputs import ScheduledChunk
+from mlx_server.outputs import HELD_FEATURES, ScheduledChunk
 from mlx_server.runtime.cache.row_pool import MakeRows
 from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
 
@@ -83,7 +83,7 @@ class FeatureStates(HiddenStates):
         size: int,
         dtype: mx.Dtype,
     ) -> None:
-        super().__init__(make_rows, num_requests, size, dtype)
+        super().__init__(make_rows, num_requests, size, dtype, HELD_FEATURES)
         self._taps = taps
         self._project = project
 
@@ -92,7 +92,9 @@ class FeatureStates(HiddenStates):
         return super().plan(chunks, ends)
 
     def keep(self, kept: KeptRows, hidden: mx.array | None) -> None:
-        self.write(kept, self._project(self._taps.take(kept.rows)))
+        outputs = self._taps.take(kept.rows)
+        if kept.rows:
+            self.write(kept, self._project(outputs))
 
     def close(self) -> None:
         self._taps.remove()

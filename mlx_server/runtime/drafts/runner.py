@@ -205,11 +205,8 @@ class DraftingRunner:
         drafts: dict[str, tuple[int, ...]] = {}
         try:
             for draft_step in launched.draft_steps if self._error is None else ():
-                draft_step.wait()
-                tokens = [] if draft_step.sampled is None else draft_step.sampled.fetch()
-                for rows in draft_step.rows:
-                    mine = tokens[rows.first : rows.first + 1 + len(rows.drafts)]
-                    drafts[rows.request_id] = (*drafts.get(rows.request_id, ()), *[token.token_id for token in mine])
+                for request_id, token_ids in self._draft.fetch_rows(draft_step).items():
+                    drafts[request_id] = drafts.get(request_id, ()) + token_ids
         except Exception as error:  # MLX may report it only now
             self._fail(error)
         return ModelRunnerOutput(launched.step_id, {}, num_model_calls=0, drafts=drafts, draft_error=self._error)
