@@ -123,7 +123,7 @@ class ModelForward:
         spans = blocks if images is None else images.spans
         if spans is not None and len(spans):
             if self.level.scope is not Scope.NOTHING or self._cache.recurrent:
-                raise UnpageableError("rows that see both ways, in modules that run by group")
+                raise UnpageableError("images that see both ways, in modules that run by group")
             plans = [plan.with_spans(spans) for plan in plans]
         self._images = images
         plans = self._cache.begin(plans)

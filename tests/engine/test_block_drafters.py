@@ -6,16 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.speculation.draft_blocks import BlockDrafts
-from mlx_server.config import Config, ModelConfig, SchedulerConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.parts import GivenModels
+from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_FEATURES, EngineStats, ModelRunnerOutput, ScheduledChunk
+from mlx_server.runtime.drafts.block_drafter import load_block_drafter
 from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
+from mlx_server.runtime.models.loader import exhaust
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.block_drafters import (
@@ -30,6 +36,7 @@ from tests.device_memory import active_bytes
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
+from tests.vision_worlds import CONFIGS, picture, prompt_of, tiny_vlm
 
 _KINDS = ("dflash", "dflash, causal and sliding", "dflash2")
 _PROMPTS = random_prompts((30, 66, 25, 20))
@@ -142,6 +149,60 @@ def test_a_drafter_that_knows_the_model_is_always_right(kind: str, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+async def test_a_drafter_drafts_behind_images(model_type: str, tmp_path: Path) -> None:
+    vlm = tiny_vlm(model_type)
+    own = drafter_config("dflash", {"model_type": model_type, **CONFIGS[model_type]})
+    folder = Path(save_drafter(tmp_path / "drafter", own, their_drafter(own)))
+    given = GivenModels(vlm.loaded, exhaust(load_block_drafter("drafter", folder, vlm.loaded, "auto")))
+    prompts = [
+        prompt_of([range(5, 15), picture(model_type, 1), range(40, 60)]),
+        prompt_of([range(5, 9), picture(model_type, 2), range(30, 40), picture(model_type, 1), range(40, 60)]),
+        prompt_of([range(1, 50)]),
+    ]
+    likely = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY)
+    answers = []
+    for speculate in ("off", "model"):
+        settings = Config(
+            model=ModelConfig(model="tiny", max_model_len=512, draft_model="drafter"),
+            cache=CacheConfig(num_kv_blocks=64),
+            scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, speculate=speculate),
+        )
+        engine = AsyncEngine(settings, given=given)
+        await engine.start()
+        try:
+            asked = [
+                GenerationRequest(request_id=f"r{n}", prompt_token_ids=ids, images=images, sampling=likely)
+                for n, (ids, images) in enumerate(prompts)
+            ]
+            streams = [engine.submit(one) for one in asked]
+            answers.append([[token async for delta in stream for token in delta.token_ids] for stream in streams])
+            stats = engine.stats()
+        finally:
+            await engine.stop()
+    assert answers[0] == answers[1]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_quantized_drafter_drafts(kind: str, tmp_path: Path) -> None:
+    target, drafter, _, theirs = folders(tmp_path, kind)
+    nn.quantize(
+        theirs,
+        group_size=32,
+        bits=4,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )
+    config = json.loads((Path(drafter) / "config.json").read_text())
+    save_drafter(Path(drafter), {**config, "quantization": {"group_size": 32, "bits": 4}}, theirs)
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert stats.num_draft_tokens > 0
+
+
+@pytest.mark.usefixtures("always_drafts")
 def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +244,7 @@ def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
         ({"rope_is_neox_style": False}, "another kind"),
         ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id 320"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}}, "target_layer_ids"),
-        ({"dflash_config": {}}, "target_layer_ids"),
+        ({"dflash_config": {}}, "its config.json has no target_layer_ids"),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

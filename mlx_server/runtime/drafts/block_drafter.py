@@ -311,7 +311,8 @@ def load_block_drafter(name: str, folder: Path, target: LoadedModel, dtype: str)
     try:
         model = _build(folder, config, target)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # missing weights, or a model of other code
-        raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {error}") from error
+        reason = f"its config.json has no {error.args[0]}" if isinstance(error, KeyError) else error
+        raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {reason}.") from error
     yield 0.0
     yield from prepare_weights(model, dtype)
     return LoadedModel(name, model, {**config, "vocab_size": target.vocab_size}, None)
