@@ -135,12 +135,6 @@ class ChatFormatter:
         begun = normalise_messages(continued)[0]["content"] if continued else ""
         return reasoning is not None and reasoning.is_open_after(text, begun)
 
-    def render(
-        self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
-    ) -> str:
-        """Returns the prompt's text only. Raises as `format` does."""
-        return self._written(messages, tools, options or ChatOptions(), None)[0]
-
     def _written(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures | None
     ) -> tuple[str, Layout | None, bool]:

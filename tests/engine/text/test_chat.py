@@ -32,7 +32,7 @@ def formatter(template: Any = ..., **kwargs: Any) -> ChatFormatter:
 
 def seen(messages: list[Any], template: str = DUMP) -> list[dict[str, Any]]:
     """The messages as the template sees them."""
-    shown: list[dict[str, Any]] = json.loads(formatter(template).render(messages))
+    shown: list[dict[str, Any]] = json.loads(formatter(template).format(messages).text)
     return shown
 
 
@@ -51,17 +51,17 @@ def test_the_bundled_model_gets_its_own_format(bundled_model: Path) -> None:
 
 def test_the_assistants_turn_is_opened_unless_told_otherwise() -> None:
     chat = formatter()
-    assert chat.render([USER]) == f"<|user|>hello{EOS}<|assistant|>"
-    assert chat.render([USER], options=ChatOptions(add_generation_prompt=False)) == f"<|user|>hello{EOS}"
+    assert chat.format([USER]).text == f"<|user|>hello{EOS}<|assistant|>"
+    assert chat.format([USER], options=ChatOptions(add_generation_prompt=False)).text == f"<|user|>hello{EOS}"
 
 
 def test_the_final_message_may_be_continued() -> None:
     chat = formatter()
     messages = [USER, {"role": "assistant", "content": "Sure, "}]
     options = ChatOptions(continue_final_message=True)
-    assert chat.render(messages, options=options) == f"<|user|>hello{EOS}<|assistant|>Sure, "
+    assert chat.format(messages, options=options).text == f"<|user|>hello{EOS}<|assistant|>Sure, "
     with pytest.raises(InvalidRequestError, match="exclude each other"):
-        chat.render(messages, options=ChatOptions(continue_final_message=True, add_generation_prompt=True))
+        chat.format(messages, options=ChatOptions(continue_final_message=True, add_generation_prompt=True))
 
 
 def test_messages_are_normalised_and_not_changed() -> None:
@@ -120,7 +120,7 @@ def test_templates_that_know_developer_see_it() -> None:
 )
 def test_wrong_messages_are_refused_by_name(messages: list[Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        formatter().render(messages)
+        formatter().format(messages)
     assert caught.value.param == param
     assert param in caught.value.message
 
@@ -129,60 +129,62 @@ def test_wrong_messages_are_refused_by_name(messages: list[Any], param: str) -> 
 def test_parts_that_are_no_text_are_refused(kind: str) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": kind, kind: {}}]}
     with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.content\[1\] is of type {kind}") as caught:
-        formatter().render([message])
+        formatter().format([message])
     assert caught.value.param == "messages[0].content[1]"
 
 
 def test_the_templates_own_complaint_reaches_the_client() -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('Start with the user!') }}{% endif %}"
     with pytest.raises(InvalidRequestError, match="Start with the user!") as caught:
-        formatter(template).render([{"role": "system", "content": "x"}])
+        formatter(template).format([{"role": "system", "content": "x"}])
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].nothing.at_all }}", "{{ 'a' + 1 }}", "{{ 1 / 0 }}"])
 def test_any_failure_inside_a_template_is_the_requests(template: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template refused"):
-        formatter(template).render([USER])
+        formatter(template).format([USER])
 
 
 def test_a_model_without_template_names_the_way_out() -> None:
     chat = formatter(None)
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
-        chat.render([USER])
-    assert chat.render([USER], options=ChatOptions(chat_template="{{ messages[0].content }}!")) == "hello!"
+        chat.format([USER])
+    assert chat.format([USER], options=ChatOptions(chat_template="{{ messages[0].content }}!")).text == "hello!"
 
 
 def test_a_template_of_the_request_is_sandboxed_and_checked() -> None:
     chat = formatter()
     for attack in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(InvalidRequestError, match="refused"):
-            chat.render([USER], options=ChatOptions(chat_template=attack))
+            chat.format([USER], options=ChatOptions(chat_template=attack))
     with pytest.raises(InvalidRequestError, match="not valid, line 1") as caught:
-        chat.render([USER], options=ChatOptions(chat_template="{% if %}"))
+        chat.format([USER], options=ChatOptions(chat_template="{% if %}"))
     assert caught.value.param == "chat_template"
 
 
 def test_variables_reach_the_template() -> None:
     chat = formatter("{{ messages[0].content }}|{{ enable_thinking }}|{{ reasoning_effort }}|{{ mood }}")
-    assert chat.render([USER], options=ChatOptions(template_kwargs={"mood": "calm"})) == "hello|||calm"
-    assert chat.render([USER], options=ChatOptions(reasoning_effort="none")) == "hello|False|none|"
-    assert chat.render([USER], options=ChatOptions(reasoning_effort="high")) == "hello|True|high|"
+    assert chat.format([USER], options=ChatOptions(template_kwargs={"mood": "calm"})).text == "hello|||calm"
+    assert chat.format([USER], options=ChatOptions(reasoning_effort="none")).text == "hello|False|none|"
+    assert chat.format([USER], options=ChatOptions(reasoning_effort="high")).text == "hello|True|high|"
     options = ChatOptions(reasoning_effort="high", template_kwargs={"enable_thinking": False})
-    assert chat.render([USER], options=options) == "hello|False|high|"
+    assert chat.format([USER], options=options).text == "hello|False|high|"
 
 
 def test_a_variable_that_a_template_lacks_is_named_with_the_field_for_it() -> None:
     chat = formatter("{{ 'Today is ' + datetime }}{{ messages[0].content }}")
     with pytest.raises(InvalidRequestError, match=r"'datetime' is undefined\. .* chat_template_kwargs\.$"):
-        chat.render([USER])
-    assert chat.render([USER], options=ChatOptions(template_kwargs={"datetime": "Monday"})) == "Today is Mondayhello"
+        chat.format([USER])
+    assert (
+        chat.format([USER], options=ChatOptions(template_kwargs={"datetime": "Monday"})).text == "Today is Mondayhello"
+    )
 
 
 @pytest.mark.parametrize("name", ["tools", "messages", "tokenize", "chat_template", "self"])
 def test_variables_may_not_replace_request_fields(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
-        formatter().render([USER], options=ChatOptions(template_kwargs={name: 1}))
+        formatter().format([USER], options=ChatOptions(template_kwargs={name: 1}))
     assert caught.value.param == "chat_template_kwargs"
 
 
@@ -196,7 +198,7 @@ def test_variables_may_have_the_names_of_our_own_arguments(renderer: Any) -> Non
     for name in names:
         chat = ChatFormatter(make_tokenizer(chat_template=f"{{{{ {name} }}}}"), renderer)
         try:
-            text = chat.render([USER], options=ChatOptions(template_kwargs={name: "mine"}))
+            text = chat.format([USER], options=ChatOptions(template_kwargs={name: "mine"})).text
         except InvalidRequestError:
             continue
         assert text == "mine" if renderer is None else name in text
@@ -206,7 +208,7 @@ def test_variables_may_have_the_names_of_our_own_arguments(renderer: Any) -> Non
 
 def test_tools_go_to_templates_that_know_them() -> None:
     chat = formatter("{{ messages | length }}{% for tool in tools %} {{ tool.function.name }}{% endfor %}")
-    assert chat.render([USER], [TOOL]) == "1 f"
+    assert chat.format([USER], [TOOL]).text == "1 f"
 
 
 def test_tools_are_explained_to_models_whose_template_knows_none() -> None:
@@ -216,20 +218,20 @@ def test_tools_are_explained_to_models_whose_template_knows_none() -> None:
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
         {"role": "tool", "content": "42"},
     ]
-    shown = json.loads(formatter(DUMP).render(messages, [TOOL]))
+    shown = json.loads(formatter(DUMP).format(messages, [TOOL]).text)
     assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
     assert shown[0]["content"].startswith("Be kind.\n\nYou can call functions.")
     assert shown[0]["content"].endswith('\n{"name": "f", "parameters": {"type": "object"}}')
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert shown[2] == {"role": "assistant", "content": call}
     assert shown[3]["content"] == "<tool_response>\n42\n</tool_response>"
-    assert json.loads(formatter(DUMP).render([USER], [TOOL]))[0]["role"] == "system"
+    assert json.loads(formatter(DUMP).format([USER], [TOOL]).text)[0]["role"] == "system"
 
 
 def test_a_models_template_for_tools_is_taken_when_there_are_tools() -> None:
     chat = formatter({"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} tools"})
-    assert chat.render([USER]) == "plain hello"
-    assert chat.render([USER], [TOOL]) == "1 tools"
+    assert chat.format([USER]).text == "plain hello"
+    assert chat.format([USER], [TOOL]).text == "1 tools"
 
 
 PARTS_ONLY = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
@@ -237,8 +239,8 @@ PARTS_ONLY = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}
 
 def test_templates_that_want_lists_of_parts_get_them() -> None:
     chat = formatter(PARTS_ONLY)
-    assert chat.render([USER, {"role": "user", "content": ""}]) == "[hello]"
-    assert formatter().render([USER], options=ChatOptions(chat_template=PARTS_ONLY)) == "[hello]"
+    assert chat.format([USER, {"role": "user", "content": ""}]).text == "[hello]"
+    assert formatter().format([USER], options=ChatOptions(chat_template=PARTS_ONLY)).text == "[hello]"
 
 
 def test_a_template_in_python_gets_the_messages_and_variables() -> None:
@@ -259,7 +261,7 @@ def test_a_template_in_python_gets_the_messages_and_variables() -> None:
     assert calls[0]["tools"] == [TOOL]
     assert calls[0]["enable_thinking"] is True
     with pytest.raises(InvalidRequestError, match="tool first"):
-        chat.render([{"role": "tool", "content": "x"}])
+        chat.format([{"role": "tool", "content": "x"}])
 
 
 KEYS = st.sampled_from(
@@ -315,14 +317,14 @@ def test_a_template_is_tried_once_and_a_model_s_own_before_its_first_chat(monkey
     chat.prepare()
     assert len(rendered) > 10, "with several small chats"
     rendered.clear()
-    chat.render([USER])
-    chat.render([USER, USER])
+    chat.format([USER])
+    chat.format([USER, USER])
     assert len(rendered) == 2
     rendered.clear()
-    chat.render([USER], options=ChatOptions(chat_template=DUMP))
+    chat.format([USER], options=ChatOptions(chat_template=DUMP))
     assert len(rendered) > 10
     rendered.clear()
-    chat.render([USER], options=ChatOptions(chat_template=DUMP))
+    chat.format([USER], options=ChatOptions(chat_template=DUMP))
     assert rendered == [DUMP]
 
 
@@ -345,9 +347,9 @@ def test_only_the_templates_that_were_used_last_are_remembered(monkeypatch: pyte
     rendered = counted(chat, monkeypatch)
     own = [f"{DUMP}{index}" for index in range(17)]
     for template in own:
-        chat.render([USER], options=ChatOptions(chat_template=template))
+        chat.format([USER], options=ChatOptions(chat_template=template))
     rendered.clear()
     for template, is_known in ((own[1], True), (own[0], False)):
-        chat.render([USER], options=ChatOptions(chat_template=template))
+        chat.format([USER], options=ChatOptions(chat_template=template))
         assert (len(rendered) == 1) is is_known
         rendered.clear()

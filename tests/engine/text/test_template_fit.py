@@ -131,7 +131,7 @@ def test_every_chat_is_written_whole(name: str) -> None:
     chat = formatter(template_of(name))
     for what, (messages, tools) in CHATS.items():
         options = ChatOptions(continue_final_message=what == "answer to go on with")
-        prompt = chat.render(messages, tools, options)
+        prompt = chat.format(messages, tools, options).text
         lost = [text for text in [*texts_of(messages), *(["look_at"] if tools else [])] if text not in prompt]
         assert not lost, f"{what}: {lost} not in {prompt}"
 
@@ -199,28 +199,28 @@ THINKS = (
 def test_templates_that_take_little(template: str) -> None:
     chat = formatter(template)
     for what, (messages, tools) in CHATS.items():
-        prompt = chat.render(messages, tools)
+        prompt = chat.format(messages, tools).text
         lost = [text for text in [*texts_of(messages), *(["look_at"] if tools else [])] if text not in prompt]
         assert not lost, f"{what}: {lost} not in {prompt}"
 
 
 def test_results_are_named_by_their_call() -> None:
     chat = [ASKS, says("assistant", "", **calls("north", "south")), result("south"), result("north")]
-    assert "<look_at>Seen north<look_at>Seen south" in formatter(NAMES).render(chat, [TOOL])
+    assert "<look_at>Seen north<look_at>Seen south" in formatter(NAMES).format(chat, [TOOL]).text
     own = {**result("north"), "name": "mine"}
     (_, named), _ = adapt([chat[1], own], [TOOL], frozenset({named_results}))
     assert named == own
 
 
 def test_how_turns_are_merged_and_calls_stand_one_by_one() -> None:
-    merged = formatter(ALTERNATES).render([SYSTEM, ASKS, ASKS_MORE, ANSWERS, says("assistant", "Answer two")])
+    merged = formatter(ALTERNATES).format([SYSTEM, ASKS, ASKS_MORE, ANSWERS, says("assistant", "Answer two")]).text
     wanted = "<user>Rule one\n\nAsk one\n\nAsk two</user><assistant>Answer one\n\nAnswer two</assistant>"
     assert merged == wanted
     north, south = (f'"look_at", "arguments": {json.dumps({"place": place})}' for place in ("north", "south"))
     parts = ["<assistant>Both</assistant>", north, "Seen north", south, "Seen south"]
     for order in (("north", "south"), ("south", "north")):
         called = [ASKS, says("assistant", "Both", **calls("north", "south")), *map(result, order)]
-        prompt = formatter(ONE_CALL).render(called, [TOOL])
+        prompt = formatter(ONE_CALL).format(called, [TOOL]).text
         assert sorted(parts, key=prompt.index) == parts
 
 
@@ -232,14 +232,14 @@ def test_what_a_template_takes_is_not_changed() -> None:
     chat = formatter(whole)
     assert chat._fit(whole).repairs == frozenset()
     assert (
-        chat.render([ASKS, ASKS_MORE, ANSWERS, SYSTEM])
+        chat.format([ASKS, ASKS_MORE, ANSWERS, SYSTEM]).text
         == "<user>Ask one<user>Ask two<assistant>Answer one<system>Rule one"
     )
 
 
 def test_what_the_template_says_is_reported_where_no_repair_helps() -> None:
     with pytest.raises(InvalidRequestError, match="never today"):
-        formatter("{{ raise_exception('never today') }}").render([ASKS])
+        formatter("{{ raise_exception('never today') }}").format([ASKS])
 
 
 BARE = """{{ tools | tojson if tools else "" }}{%- for m in messages -%}<{{ m.role }}>{{ m.content }}
@@ -274,16 +274,16 @@ def test_calls_that_are_read_as_they_stand_are_not_rewritten(template: str) -> N
 
 def test_calls_in_the_history_are_written_as_the_model_s_calls_are_read() -> None:
     tagged = '<tool_call>{"name": "look_at", "arguments": {"place": "north"}}</tool_call>'
-    assert tagged in formatter(QUOTES).render(CALLED, [TOOL])
-    asked_for = formatter(OWN).render(CALLED, [TOOL])
+    assert tagged in formatter(QUOTES).format(CALLED, [TOOL]).text
+    asked_for = formatter(OWN).format(CALLED, [TOOL]).text
     assert "<seed:call>" not in asked_for
     assert "write this and nothing else:\n<tool_call>" in asked_for
     assert '<tool_call>\n{"name": "look_at", "arguments": {"place": "north"}}\n</tool_call>' in asked_for
     marks = ("<|tool_call_start|>", "<|tool_call_end|>")
     call = f'{marks[0]}[look_at(place="north")]{marks[1]}'
-    assert f"<assistant>{call}<tool>Seen north" in formatter(NO_CALLS, *marks).render(CALLED, [TOOL])
-    assert f"<assistant>{call}<tool>Seen north" in formatter(NO_CALLS, *marks).render(CALLED)
-    in_words = formatter(ALTERNATES, *marks).render(CALLED, [TOOL])
+    assert f"<assistant>{call}<tool>Seen north" in formatter(NO_CALLS, *marks).format(CALLED, [TOOL]).text
+    assert f"<assistant>{call}<tool>Seen north" in formatter(NO_CALLS, *marks).format(CALLED).text
+    in_words = formatter(ALTERNATES, *marks).format(CALLED, [TOOL]).text
     assert f'write this and nothing else:\n{marks[0]}[the function\'s name(argument="value")]{marks[1]}' in in_words
     assert f"<assistant>{call}</assistant>" in in_words
 
@@ -292,7 +292,7 @@ def test_texts_with_quotes_are_escaped_where_the_template_does_not() -> None:
     text = 'it\'s "one"\n\\ line'
     quoted = says("assistant", "", **calls(text))
     chat = formatter(PYTHONIC, "<|tool_call_start|>", "<|tool_call_end|>")
-    prompt = chat.render([ASKS, quoted, result(text)], [TOOL])
+    prompt = chat.format([ASKS, quoted, result(text)], [TOOL]).text
     call = prompt[prompt.index("<|tool_call_start|>") :].partition("<tool>")[0].partition("<look_at>")[0]
     extractor = ToolCallExtractor(chat.dialect.tool_parser, [TOOL])
     read = [*extractor.append(call).calls, *extractor.finish().calls]
@@ -314,8 +314,8 @@ def test_tools_that_a_template_cannot_write_are_described_in_words() -> None:
     odd = copy.deepcopy(TOOL)
     odd["function"]["parameters"]["properties"]["when"] = {"type": ["string", "null"]}
     chat = formatter(PICKY)
-    assert "write this and nothing else" not in chat.render(CALLED, [TOOL])
-    in_words = chat.render(CALLED, [TOOL, odd])
+    assert "write this and nothing else" not in chat.format(CALLED, [TOOL]).text
+    in_words = chat.format(CALLED, [TOOL, odd]).text
     assert "write this and nothing else:\n<tool_call>" in in_words
     assert '"when"' in in_words
     assert "Seen north" in in_words
@@ -489,6 +489,6 @@ SYSTEM_FIRST = """{%- for m in messages -%}
 
 
 def test_a_system_message_stays_one_where_the_template_takes_it() -> None:
-    prompt = formatter(SYSTEM_FIRST).render([SYSTEM, RULE_TWO, ASKS, ANSWERS, RULE_THREE, ASKS_MORE])
+    prompt = formatter(SYSTEM_FIRST).format([SYSTEM, RULE_TWO, ASKS, ANSWERS, RULE_THREE, ASKS_MORE]).text
     wanted = "<system>Rule one\n\nRule two<user>Ask one<assistant>Answer one<user>Rule three<user>Ask two"
     assert prompt == wanted

@@ -114,7 +114,10 @@ def test_text_is_answered_as_by_mlx_lm_and_neither_pil_nor_torch_is_imported(fol
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as models have it that are out there
 def test_the_template_of_the_processor_writes_the_prompt(folders: dict[str, Path]) -> None:
     chat = ChatFormatter(Tokenizer.from_folder(folders["qwen3_vl"]))
-    assert chat.render([{"role": "user", "content": "Hi"}]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat.format([{"role": "user", "content": "Hi"}]).text
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_context_length_is_the_text_models(tmp_path: Path) -> None:
