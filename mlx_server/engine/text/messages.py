@@ -1,8 +1,7 @@
 """Turns OpenAI's messages, in all the forms that clients send, into the one form that chat templates expect.
 
 Text parts of any protocol are accepted. Other media are refused by name if a user sends them. If a tool or another
-model put them into the history, a note replaces them, since the agent's session could not continue otherwise. If a
-template has no place for tools, the tools are explained in words, and calls and results are written as text.
+model put them into the history, a note replaces them, since the agent's session could not continue otherwise.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from mlx_server.engine.tools.formats import Tool, ToolParser
-from mlx_server.engine.tools.written import written_calls
 from mlx_server.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -132,42 +131,6 @@ def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must be a JSON object.", where)
     return parsed
 
-
-_EXPLANATION = """You can call functions. To call one, write this and nothing else:
-{call}
-The result will be given to you. These are the functions, one JSON object a line:
-"""
-
-
-_EXAMPLE = {"name": "the function's name", "arguments": {"argument": "value"}}
-
-
-def write_tools_into_messages(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], parser: ToolParser
-) -> list[dict[str, Any]]:
-    """Explains the tools in the system message, for a template that has no place for tools, or whose calls `parser`
-    cannot read."""
-    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    explanation = _EXPLANATION.format(call=written_calls(parser, [_EXAMPLE])) + "\n".join(functions)
-    chat = [calls_as_text(message, parser) for message in messages]
-    if chat[0]["role"] == "system":
-        explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
-    return [{"role": "system", "content": explanation}, *chat]
-
-
-def calls_as_text(message: dict[str, Any], parser: ToolParser) -> dict[str, Any]:
-    """Writes a message's calls, as `parser` reads them, or a tool's result as text."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = written_calls(parser, [call["function"] for call in calls])
-    content = "\n".join(filter(None, [message["content"], written]))
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
-
-
-logger = logging.getLogger(__name__)
 
 _MEDIA = {
     "image": "image",

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mlx_server.engine.text import messages as as_text
 from mlx_server.engine.text.reasoning import Dialect
 from mlx_server.engine.text.splitters import new_splitter
 from mlx_server.engine.tools.formats import JSON_TAGS, Tool, ToolParser
 from mlx_server.engine.tools.parser import ToolCallExtractor
+from mlx_server.engine.tools.written import written_calls
 
 Message = dict[str, Any]
 Tools = Sequence[Tool] | None
@@ -51,7 +51,7 @@ def adapt(
     return chat, tools
 
 
-def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repairs = frozenset()) -> Repairs:
+def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repairs) -> Repairs:
     """Returns `repairs` and what else a template needs. `end` is the text of the token that ends the model's turns.
     Takes some thirty renderings of a few lines each."""
 
@@ -115,13 +115,28 @@ def developer_as_system(chat: list[Message]) -> Iterable[Message]:
     return ({**message, "role": "system"} if message["role"] == "developer" else message for message in chat)
 
 
+_EXPLANATION = """You can call functions. To call one, write this and nothing else:
+{call}
+The result will be given to you. These are the functions, one JSON object a line:
+"""
+_EXAMPLE = {"name": "the function's name", "arguments": {"argument": "value"}}
+
+
 def tools_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
-    return (as_text.write_tools_into_messages(chat, tools, parser), None) if tools else (chat, tools)
+    """Explains the tools in the system message, and writes calls and results as text."""
+    if not tools:
+        return chat, tools
+    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    explanation = _EXPLANATION.format(call=written_calls(parser, [_EXAMPLE])) + "\n".join(functions)
+    chat = [_as_text(message, parser) for message in chat]
+    if chat[0]["role"] == "system":
+        explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
+    return [{"role": "system", "content": explanation}, *chat], None
 
 
 def history_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
     """Writes calls and results as text where the request offers no tools."""
-    return (chat, tools) if tools else ([as_text.calls_as_text(message, parser) for message in chat], tools)
+    return (chat, tools) if tools else ([_as_text(message, parser) for message in chat], tools)
 
 
 def empty_tools(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
@@ -131,37 +146,47 @@ def empty_tools(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[
 
 def calls_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
     """Writes calls as text, but no results."""
-    return [m if m["role"] == "tool" else as_text.calls_as_text(m, parser) for m in chat], tools
+    return [m if m["role"] == "tool" else _as_text(m, parser) for m in chat], tools
+
+
+def _as_text(message: Message, parser: ToolParser) -> Message:
+    """Writes a message's calls, as `parser` reads them, or a tool's result as text."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    written = written_calls(parser, [call["function"] for call in message["tool_calls"]])
+    content = "\n".join(filter(None, [message["content"], written]))
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
 
 def _with_calls(message: Message, change: Callable[[Message], Message]) -> Message:
     return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
 
 
-@_of_messages
-def arguments_as_text(chat: list[Message]) -> Iterable[Message]:
-    def written(call: Message) -> Message:
+def _of_arguments(change: Callable[[Any], Any]) -> Change:
+    """A repair of the calls' arguments."""
+
+    def changed(call: Message) -> Message:
         function = call["function"]
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
-    return (_with_calls(message, written) if "tool_calls" in message else message for message in chat)
+    return _of_messages(lambda chat: (_with_calls(m, changed) if "tool_calls" in m else m for m in chat))
 
 
-@_of_messages
-def escaped_texts(chat: list[Message]) -> Iterable[Message]:
+@_of_arguments
+def arguments_as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+@_of_arguments
+def escaped_texts(arguments: Any) -> Any:
     """Escapes the texts in arguments, for templates that only put quotes around them (LFM2.5)."""
 
     def escaped(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False)[1:-1].replace("'", r"\'") if isinstance(value, str) else value
 
-    def written(call: Message) -> Message:
-        function = call["function"]
-        if not isinstance(function["arguments"], Mapping):
-            return call
-        arguments = {key: escaped(value) for key, value in function["arguments"].items()}
-        return {**call, "function": {**function, "arguments": arguments}}
-
-    return (_with_calls(message, written) if "tool_calls" in message else message for message in chat)
+    return {key: escaped(value) for key, value in arguments.items()} if isinstance(arguments, Mapping) else arguments
 
 
 @_of_messages
