@@ -16,13 +16,12 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.decoding import MAX_PIXELS, UnreadableImageError, decode
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
+from mlx_server.request import DIGEST_BYTES
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 256 * 2**20
 """For the inputs of recent images: a conversation sends its images again with every turn."""
-
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +133,7 @@ class SeeingModel:
         """Prepares the image in a file's bytes, scaled down to at most `max_pixels`. Raises `UnreadableImageError`.
         Takes a few milliseconds to a second: the whole file is decoded first, except for a large JPEG. The result is
         cached for this `owner` only, so that the time reveals nothing about what others sent."""
-        key = (owner, max_pixels, _digest(data))
+        key = (owner, max_pixels, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest())
         known = self._kept.get(key)
         if known is not None:
             return known
@@ -171,13 +170,9 @@ def is_known(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in _FAMILIES and isinstance(config.get("vision_config"), Mapping)
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
 def _piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
     """The digest covers all arrays with their names, types and shapes."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, array in sorted(inputs.items()):
         digest.update(f"{name} {array.dtype} {array.shape} ".encode())
         digest.update(memoryview(array).cast("B") if array.flags.c_contiguous else array.tobytes())
