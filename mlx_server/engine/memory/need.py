@@ -63,7 +63,7 @@ class _Shape:
     inner: int
     head_dim: int
     queries: int
-    keys_and_values: int
+    num_kv_heads: int
     recurrent: int
     num_experts: int
     shared_expert: int
@@ -73,7 +73,6 @@ class _Shape:
         size = partial(_first_size, described)
         hidden = size("hidden_size", "dim", "d_model")
         num_heads = max(1, size("num_attention_heads", "n_heads", "num_heads"))
-        num_kv_heads = size("num_key_value_heads", "n_kv_heads", "num_kv_heads") or num_heads
         head_dim = size("head_dim") or hidden // num_heads
         recurrent_keys = size("linear_num_key_heads") * size("linear_key_head_dim")
         recurrent_values = size("linear_num_value_heads") * size("linear_value_head_dim")
@@ -84,15 +83,15 @@ class _Shape:
             inner=size("moe_intermediate_size") or size("intermediate_size") or 4 * hidden,
             head_dim=head_dim,
             queries=num_heads * head_dim,
-            keys_and_values=2 * num_kv_heads * head_dim,
+            num_kv_heads=size("num_key_value_heads", "n_kv_heads", "num_kv_heads") or num_heads,
             recurrent=2 * recurrent_keys + recurrent_values,
             num_experts=size("num_experts_per_tok", "moe_k", "top_k_experts"),
             shared_expert=size("shared_expert_intermediate_size"),
         )
 
     @property
-    def num_kv_heads(self) -> int:
-        return max(1, self.keys_and_values // (2 * self.head_dim)) if self.head_dim else 1
+    def keys_and_values(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def row_elements(self) -> int:
@@ -203,12 +202,6 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     hidden = size("embed_dim") or size("hidden_size") or _PIXTRAL_HIDDEN
     num_heads = size("num_attention_heads", "num_heads") or max(1, hidden // (size("head_dim") or 64))
     inner = size("intermediate_size") or 4 * hidden
-    layers = {
-        "num_hidden_layers": size("num_hidden_layers", "depth") or _PIXTRAL_LAYERS,
-        "hidden_size": hidden,
-        "vocab_size": 0,
-    }
-    tower = {**layers, "intermediate_size": inner, "num_attention_heads": num_heads}
     is_fused = is_metal() and hidden // num_heads in FUSED_DIMS
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
     num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
@@ -218,6 +211,12 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     if not is_metal():
         num_elements += _HELD_AT_A_TIME * num_patches * (hidden + max(inner, 4 * hidden))
         return num_elements * _DTYPE_BYTES["float32"]
+    tower = {
+        "num_hidden_layers": size("num_hidden_layers", "depth") or _PIXTRAL_LAYERS,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": num_heads,
+    }
     launched = step_bytes(
         tower,
         weights_bytes=0,
