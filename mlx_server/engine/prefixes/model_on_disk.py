@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -44,7 +45,6 @@ _FINGERPRINTS = "fingerprints.json"
 
 _MAX_REMEMBERED = 1000
 _MAX_BYTES = 16 * 2**20
-_CHUNK_BYTES = 16 * 2**20
 _WEIGHTS_AND_CODE = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
 
@@ -202,11 +202,8 @@ def fingerprint(folder: Path, files: Files) -> str:
 
 
 def _content_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _remembered(files: Files) -> dict[str, str]:
