@@ -19,6 +19,7 @@ from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.config import BLOCK_SIZE, WHOLE_WEIGHTS, Config
+from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
 from mlx_server.engine.memory.need import estimate_heads
@@ -33,7 +34,7 @@ from mlx_server.runtime.drafts.layer_taps import FeatureStates, LayerTaps
 from mlx_server.runtime.drafts.runner import BlockFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces
 from mlx_server.runtime.models.resolve import find_folder
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     """Loads the draft model of `config` for `target` with its `tokenizer`. Raises `ModelLoadError` before it reads
     weights if their vocabularies differ."""
     settings = config.model
-    folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype, settings.quantize)
+    folder = await asyncio.to_thread(find_model, settings)
     if folder is not None and is_block_drafter(await asyncio.to_thread(read_model_json, folder / "config.json")):
         return await run(load_block_drafter(settings.model, folder, target, settings.dtype))
     if folder is not None and tokenizer is not None:
@@ -162,17 +163,8 @@ async def make_draft(
     if not has_text and loaded.vocab_size != target.vocab_size:
         sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
-    runner, info = await run(
-        make_runner(
-            loaded,
-            backend=config.model.attention_backend,
-            pool=config.cache,
-            max_num_tokens=max_num_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            kv_limit_bytes=share.kv_limit_bytes,
-            state_limit_bytes=share.kv_room_bytes,
-        )
-    )
+    room = PoolRoom(max_num_tokens, share.kv_limit_bytes, share.kv_room_bytes)
+    runner, info = await run(make_model_runner(config, loaded, room))
     fault, feed = _fault(info, target_runner, head), None
     try:
         if fault is not None:
