@@ -216,24 +216,17 @@ _SIDES = ("query", "document")
 """The names of prompts for the two texts of a pair."""
 
 
-def pair_up(
-    firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str]
-) -> tuple[list[tuple[str, str]], tuple[str, str]]:
-    """Pairs a single first text with each second text, or several with one each. `names` are their fields. Returns the
-    pairs, and the `paths` that `Scorer.plan` takes. Raises `InvalidRequestError`."""
-    paths = (_path(names[0], firsts), _path(names[1], seconds))
+def pair_up(firsts: Sequence[str], seconds: Sequence[str]) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+    """Pairs a single text of the field `text_1` with each one of `text_2`, or several with one each. Returns the pairs,
+    and the `paths` that `Scorer.plan` takes. Raises `InvalidRequestError`."""
+    paths = ("text_1[{}]" if len(firsts) > 1 else "text_1", "text_2[{}]" if len(seconds) > 1 else "text_2")
     if len(firsts) == 1:
         firsts = [*firsts] * len(seconds)
     if len(firsts) != len(seconds):
         raise InvalidRequestError(
-            f"{names[0]} has {len(firsts)} texts and {names[1]} {len(seconds)}: send one for all, or one for each.",
-            names[0],
+            f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: send one for all, or one for each.", "text_1"
         )
     return list(zip(firsts, seconds)), paths
-
-
-def _path(name: str, texts: Sequence[str]) -> str:
-    return f"{name}[{{}}]" if len(texts) > 1 else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def test_special_tokens_that_cannot_be_told_apart_are_cut_like_the_text(side: st
 
 
 def test_one_text_is_paired_with_any_number():
-    assert pair_up(["q"], ["d"] * 300, ("text_1", "text_2"))[0] == [("q", "d")] * 300
+    assert pair_up(["q"], ["d"] * 300)[0] == [("q", "d")] * 300
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_files_that_are_broken_are_named(tmp_path: Path):
 
 
 def test_texts_are_paired_with_one_or_with_as_many():
-    assert pair_up(["a"], ["b", "c"], ("text_1", "text_2")) == ([("a", "b"), ("a", "c")], ("text_1", "text_2[{}]"))
-    assert pair_up(["a", "b"], ["c", "d"], ("text_1", "text_2"))[0] == [("a", "c"), ("b", "d")]
+    assert pair_up(["a"], ["b", "c"]) == ([("a", "b"), ("a", "c")], ("text_1", "text_2[{}]"))
+    assert pair_up(["a", "b"], ["c", "d"])[0] == [("a", "c"), ("b", "d")]
     with pytest.raises(InvalidRequestError, match=r"^text_1 has 2 texts and text_2 1: send one for all") as caught:
-        pair_up(["a", "b"], ["c"], ("text_1", "text_2"))
+        pair_up(["a", "b"], ["c"])
     assert caught.value.param == "text_1"

@@ -172,7 +172,7 @@ def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> dict[str, Any]
 @router.post("/score", include_in_schema=False)
 async def create_score(body: ScoreRequest, request: Request, context: Context) -> Response:
     """A score for each pair of texts, in their order."""
-    pairs, paths = pair_up(body.text_1, body.text_2, ("text_1", "text_2"))
+    pairs, paths = pair_up(body.text_1, body.text_2)
     found = await score(request, context, body.options("score"), pairs, paths, body.instruction)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.values)]
     return JSONResponse({**_list_head(found), "data": data, "usage": found.usage}, headers=found.headers)

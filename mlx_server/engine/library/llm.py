@@ -191,15 +191,8 @@ class AsyncLLM:
     def __init__(self, model: Model = "smollm2", **options: Unpack[EngineOptions]) -> None:
         """The options are those of `EngineOptions`. Nothing is loaded before `start`."""
         config, given = read_options(model, options)
-        max_chunk_tokens = options.get("max_chunk_tokens")
-        self._thread = MLXThread()
-        try:
-            self.engine = AsyncEngine(
-                config, Surroundings(self._thread), given=given, max_chunk_tokens=max_chunk_tokens
-            )
-        except BaseException:
-            self._thread.stop()
-            raise
+        self._thread, max_chunk_tokens = MLXThread(), options.get("max_chunk_tokens")
+        self.engine = AsyncEngine(config, Surroundings(self._thread), given=given, max_chunk_tokens=max_chunk_tokens)
         self.builder = RequestBuilder(self.engine)
         weakref.finalize(self, _end, self._thread)
 
@@ -296,7 +289,7 @@ class AsyncLLM:
         """As `LLM.score`."""
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
         scorer = scorer_of(self._started.pooling, self.engine.model_name)
-        pairs, paths = pair_up(firsts, seconds, ("text_1", "text_2"))
+        pairs, paths = pair_up(firsts, seconds)
         plan = scorer.plan(pairs, paths, InputTruncation(truncate_prompt_tokens))
         return plan.scores(await pool(self.engine, plan.inputs, scorer.params, use_tqdm))
 
