@@ -334,7 +334,7 @@ class AsyncEngine:
             self._metrics.past = self.stats()
         self._given, self._loop_task = GivenModels(), None
         if self._parts is not None:
-            await unload_parts(self._take_parts(), self._around.thread, has_failed=self.state is EngineState.DEAD)
+            await unload_parts(self._take_parts(), self._around, has_failed=self.state is EngineState.DEAD)
 
     def _take_parts(self) -> EngineParts:
         """The parts, of which the engine keeps no reference, so that they can be freed."""

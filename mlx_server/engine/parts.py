@@ -78,12 +78,11 @@ class EngineParts:
     watch: MemoryWatch
     max_model_len: int
     weight_bytes: int
-    pooling: Pooling | None = None
-    vision: SeeingModel | None = None
-    own_share: MemoryShare | None = None
-    disk: ModelOnDisk | None = None
-    draft: DraftParts | None = None
-    ranks: Ranks = ALONE
+    pooling: Pooling | None
+    vision: SeeingModel | None
+    own_share: MemoryShare | None
+    disk: ModelOnDisk | None
+    draft: DraftParts | None
 
     @property
     def guards(self) -> list[MemoryGuard]:
@@ -184,12 +183,12 @@ async def load_parts(
         raise
 
 
-async def unload_parts(parts: EngineParts, thread: MLXThread, *, has_failed: bool = False) -> None:
+async def unload_parts(parts: EngineParts, around: Surroundings, *, has_failed: bool) -> None:
     """Frees everything loaded. The last references are dropped on the MLX thread, which then clears MLX's cache. The
     caller has dropped its references. If a step `has_failed`, the thread first waits for the device, since MLX may
     report an error of the device late."""
     parts.executor.close()
-    parts.ranks.unload()
+    around.ranks.unload()
     if parts.own_share is not None:
         parts.own_share.release()
     last: list[object] = [parts.loaded, parts.runner, parts.draft]
@@ -197,9 +196,9 @@ async def unload_parts(parts: EngineParts, thread: MLXThread, *, has_failed: boo
     closing += [] if parts.draft is None else [parts.draft.runner.close_draft]
     closing += [wait_for_device] if has_failed else []
     del parts
-    while closing and thread.is_alive:
+    while closing and around.thread.is_alive:
         try:
-            await asyncio.wrap_future(thread.call(closing.pop()))
+            await asyncio.wrap_future(around.thread.call(closing.pop()))
         except Exception:  # the rest must be freed nevertheless
             logger.exception("An error while a model was unloaded")
 
@@ -289,7 +288,6 @@ async def _load_parts(
         vision=vision,
         disk=disk,
         draft=draft,
-        ranks=ranks,
     )
 
 
