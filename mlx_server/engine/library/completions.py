@@ -34,6 +34,8 @@ from mlx_server.outputs import CompletionDelta, PositionLogprobs
 from mlx_server.request import FinishReason, PoolingParams, PromptImage, TokenConstraint, Vector
 from mlx_server.sampling_params import SamplingParams, plain_ints
 
+_ids = itertools.count()
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
@@ -91,7 +93,6 @@ class RequestBuilder:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._ids = itertools.count()
 
     def prompts(self, prompts: Any, sampling: Any, adapters: Any) -> list[PromptRequests]:
         """Makes the requests of each prompt. `sampling` and `adapters` are one for all prompts, or one for each. Raises
@@ -173,7 +174,7 @@ class RequestBuilder:
             kept_token_ids |= grammar.kept_token_ids
         adapter = None if adapter == self._engine.names.merged else adapter  # all requests use it
         each = replace(sampling, n=1, structured_outputs=None)
-        number = next(self._ids)
+        number = next(_ids)
         requests = [
             GenerationRequest(
                 request_id=f"llm-{number}-{index}",
@@ -261,9 +262,6 @@ def _output(index: int, deltas: Sequence[CompletionDelta]) -> CompletionOutput:
     )
 
 
-_ids = itertools.count()
-
-
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """One input's vector, float32."""
@@ -278,7 +276,7 @@ async def pool(
     """The pooled result of each input, computed in one continuous batch."""
     requests = [
         GenerationRequest(
-            request_id=f"llm-input-{next(_ids)}", prompt_token_ids=token_ids, sampling=SamplingParams(), pooling=params
+            request_id=f"llm-{next(_ids)}", prompt_token_ids=token_ids, sampling=SamplingParams(), pooling=params
         )
         for token_ids in inputs
     ]
