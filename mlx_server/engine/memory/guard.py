@@ -7,10 +7,10 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
-from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.request_table import Rank
+from mlx_server.batching.scheduler import ContinuousBatchingScheduler
+from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.outputs import EngineCounters
 from mlx_server.runtime.memory import MIN_BLOCKS, MemoryReading
@@ -107,25 +107,10 @@ class PressureLevel(enum.IntEnum):
         return max(kept)
 
 
-class PoolPolicy(Protocol):
-    """The owner of a pool of blocks. See the docstrings of `ContinuousBatchingScheduler`."""
-
-    @property
-    def blocks(self) -> PagedBlockManager: ...
-
-    def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int: ...
-
-    def hold_admission(self, is_held: bool) -> None: ...
-
-    def lowest_rank(self) -> Rank | None: ...
-
-    def preempt_lowest(self) -> bool: ...
-
-
 class MemoryGuard:
     """Acts on one pool for `MemoryWatch`. Event-loop thread only."""
 
-    def __init__(self, scheduler: PoolPolicy, kv_memory: KvMemory) -> None:
+    def __init__(self, scheduler: ContinuousBatchingScheduler | DraftModel, kv_memory: KvMemory) -> None:
         self.level = PressureLevel.NONE
         self.counters = EngineCounters()
         self._scheduler = scheduler
