@@ -111,7 +111,8 @@ class FillWriter:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a middle, besides the model's own end tokens: no token of the format may be in it."""
-        return tuple(sorted({self._id(token) for token in (*self._form.tokens, *self._form.ends) if self._has(token)}))
+        found = map(self._tokenizer.token_to_id, (*self._form.tokens, *self._form.ends))
+        return tuple(sorted({token_id for token_id in found if token_id is not None}))
 
     def write(self, gap: Gap, most: int | None, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the prompt's token ids, at most `most` of them (None: no limit) if that has room for the format's own
@@ -129,9 +130,6 @@ class FillWriter:
             parts.reverse()
         files = self._files(gap.files, None if room is None else room - len(prefix) - len(suffix))
         return [*begin, *files, *parts[0], *parts[1], *middle]
-
-    def _has(self, token: str) -> bool:
-        return self._tokenizer.token_to_id(token) is not None
 
     def _id(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)
