@@ -13,6 +13,7 @@ and the model writes ` a + b`, then an end token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -119,16 +120,15 @@ class FillWriter:
         tokens. What is farthest from the gap is left out: whole files, the first ones first; then the beginning of the
         prefix and the end of the suffix, which share the room three to one."""
         begin = self._beginning() if add_special_tokens else []
-        prefix, suffix = self._around(gap, most)
+        most = sys.maxsize if most is None else most
         form = self._form
         middle = [self._id(form.middle)] if form.middle else []
-        room = None if most is None else max(most - len(begin) - len(middle) - 2, 0)
-        if room is not None:
-            prefix, suffix = _fitting(prefix, suffix, room)
+        room = max(most - len(begin) - len(middle) - 2, 0)
+        prefix, suffix = _fitting(*self._around(gap, most), room)
         parts = [[self._id(form.prefix), *prefix], [self._id(form.suffix), *suffix]]
         if form.is_suffix_first:
             parts.reverse()
-        files = self._files(gap.files, None if room is None else room - len(prefix) - len(suffix))
+        files = self._files(gap.files, room - len(prefix) - len(suffix))
         return [*begin, *files, *parts[0], *parts[1], *middle]
 
     def _id(self, token: str) -> int:
@@ -144,12 +144,12 @@ class FillWriter:
         ends = self._tokenizer.eos_token_ids
         return [token_id for token_id in self._tokenizer.encode("") if token_id not in ends]
 
-    def _around(self, gap: Gap, most: int | None) -> tuple[list[int], list[int]]:
-        prefix, suffix = gap.prefix, gap.suffix
-        if most is not None:  # do not tokenize all of a text that is far too long
-            suffix = self._tokenizer.part_of(suffix, most)
-            prefix = self._tokenizer.part_of(prefix, most, is_end=True) if isinstance(prefix, str) else prefix
-        return self._encode(prefix) if isinstance(prefix, str) else list(prefix), self._encode_inside(suffix)
+    def _around(self, gap: Gap, most: int) -> tuple[list[int], list[int]]:
+        """Prefix and suffix; of a text that has far more than `most` tokens, a part that still has too many."""
+        prefix, suffix = gap.prefix, self._encode_inside(self._tokenizer.part_of(gap.suffix, most))
+        if not isinstance(prefix, str):
+            return list(prefix), suffix
+        return self._encode(self._tokenizer.part_of(prefix, most, is_end=True)), suffix
 
     def _encode_inside(self, text: str) -> list[int]:
         """Encodes without the space that SentencePiece puts before a text, since a suffix begins inside one."""
@@ -164,7 +164,7 @@ class FillWriter:
         mark, whole = self._encode(_INSIDE), self._encode(_INSIDE + text)
         return whole[len(mark) :] if whole[: len(mark)] == mark else self._encode(text)
 
-    def _files(self, files: Sequence[tuple[str | None, str]], room: int | None) -> list[int]:
+    def _files(self, files: Sequence[tuple[str | None, str]], room: int) -> list[int]:
         """The repository's name, as many of the last files as fit, and the head of the file with the gap."""
         if not files:
             return []
@@ -172,16 +172,16 @@ class FillWriter:
         name = self._encode(f"{_NAMELESS_REPOSITORY}\n")
         head = [self._id(form.repository), *name] if form.repository else []
         last = self._head_of(_FILE_ASKED_FOR) if form.file else []
-        room = None if room is None else room - len(head) - len(last)
+        room -= len(head) + len(last)
         kept: list[list[int]] = []
         for path, text in reversed(files):
-            if room is not None and len(self._tokenizer.part_of(text, max(room, 0))) < len(text):
+            if len(self._tokenizer.part_of(text, max(room, 0))) < len(text):
                 break
             whole = text if text.endswith("\n") else f"{text}\n"
             written = [*self._head_of(path or _NAMELESS_FILE), *self._encode(whole)]
-            if room is not None and len(written) > room:
+            if len(written) > room:
                 break
-            room = None if room is None else room - len(written)
+            room -= len(written)
             kept.insert(0, written)
         return [*head, *(token_id for written in kept for token_id in written), *last] if kept else []
 
