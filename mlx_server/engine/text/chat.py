@@ -29,7 +29,7 @@ from mlx_server.engine.text.template_fit import (
 )
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
-from mlx_server.engine.vision.parts import Layout, Pictures, cut_images
+from mlx_server.engine.vision.parts import Layout, Pictures, cut_images, text_parts
 from mlx_server.errors import InvalidRequestError, ModelLoadError
 from mlx_server.request import PromptImage
 from mlx_server.runtime.models.folder import read_model_json
@@ -175,7 +175,7 @@ class ChatFormatter:
 
     def _apply(self, chat: Sequence[Message], template: str, needs_parts: bool, variables: Mapping[str, Any]) -> str:
         if needs_parts:
-            chat = [_with_parts(message) for message in chat]
+            chat = [{**message, "content": text_parts(message["content"])} for message in chat]
         own = {"chat_template": template, "tokenize": False}
         return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
 
@@ -251,11 +251,6 @@ def _guarded(render: Callable[..., str], chat: Sequence[Message], variables: Map
         ) from error
     except Exception as error:  # templates call methods of any value, so any exception can come out
         raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
-
-
-def _with_parts(message: Message) -> Message:
-    content = message["content"]
-    return {**message, "content": [{"type": "text", "text": content}] if content else []}
 
 
 _OTHER_FILES = ("chat_template.json", "tokenizer_config.json")

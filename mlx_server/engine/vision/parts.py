@@ -124,10 +124,10 @@ class ImageParts:
         start = 0
         for found in self._marks.finditer(text):
             before = text[start : found.start()]
-            parts += _text_part(before.removesuffix("\n") if found[2] else before)
+            parts += text_parts(before.removesuffix("\n") if found[2] else before)
             parts.append({"type": "image"})
             start = found.end() + bool(found[3] and text.startswith("\n", found.end()))
-        return parts + _text_part(text[start:])
+        return parts + text_parts(text[start:])
 
     def hide(self, value: Any, words: Sequence[str]) -> Any:
         """Replaces `words` in a message. The tokenizer would read them as images, but somebody wrote them as text."""
@@ -156,7 +156,8 @@ class ImageParts:
         return f"word{self._nonce}n{index}n"
 
 
-def _text_part(text: str) -> list[dict[str, Any]]:
+def text_parts(text: str) -> list[dict[str, Any]]:
+    """A text as a template's parts: one, or none if it is empty."""
     return [{"type": "text", "text": text}] if text else []
 
 
@@ -205,7 +206,7 @@ class Pictures:
             text = message["content"]
             if snippet is not None and message["role"] == "user" and self.parts.order(text):
                 return {**message, "content": self.parts.split(text)}
-            return {**message, "content": _text_part(text)} if needs_parts else message
+            return {**message, "content": text_parts(text)} if needs_parts else message
 
         return Layout(self, [laid_out(message) for message in chat], order, snippet or self.model.snippet)
 
