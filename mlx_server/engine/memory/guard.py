@@ -100,11 +100,7 @@ class PressureLevel(enum.IntEnum):
 
     def after(self, pressure: float) -> PressureLevel:
         """The level after a reading of the pressure, 0 to 1 and more."""
-        reached = max(level for level in PressureLevel if pressure * 100 >= level)
-        if reached >= self:
-            return reached
-        kept = [level for level in PressureLevel if pressure >= level / 100 - _HYSTERESIS and level <= self]
-        return max(kept)
+        return max(level for level in PressureLevel if pressure >= level / 100 - _HYSTERESIS * (level <= self))
 
 
 class MemoryGuard:
