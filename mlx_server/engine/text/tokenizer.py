@@ -220,8 +220,6 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary entries, spelled as in the tokenizer's file; empty for unknown ids."""
-        if self._backend is not None:
-            return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
         with self._lock:
             return [token or "" for token in self.hf.convert_ids_to_tokens(list(token_ids))]
 
