@@ -41,7 +41,8 @@ class StoredModel:
 
 def stored_models() -> list[StoredModel]:
     """All pulled models, sorted by name."""
-    return sorted([*_home_models(), *_hub_models()], key=lambda model: (model.name, model.folder))
+    homes = (StoredModel(name, "home", folder, _num_bytes(folder)) for name, folder in _home_folders())
+    return sorted([*homes, *_hub_models()], key=lambda model: (model.name, model.folder))
 
 
 def find_pulled(name: str) -> Path | None:
@@ -92,11 +93,6 @@ def remove_stored(name: str) -> int:
         num_bytes += download.stat().st_size
         download.unlink()
     return num_bytes
-
-
-def _home_models() -> Iterator[StoredModel]:
-    for name, folder in _home_folders():
-        yield StoredModel(name, "home", folder, _num_bytes(folder))
 
 
 def _home_folders() -> Iterator[tuple[str, Path]]:
