@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
-from mlx_server.engine.text.reasoning import Dialect, find_dialect
+from mlx_server.engine.text.reasoning import find_dialect
 from mlx_server.engine.text.template_fit import (
     Repairs,
     adapt,
@@ -88,21 +88,14 @@ class ChatFormatter:
     """
 
     def __init__(self, tokenizer: Tokenizer, renderer: Callable[..., str] | None = None) -> None:
+        """Tries the model's own templates, so that its first chat need not wait for that."""
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._memory = PromptMemory(tokenizer)
         self._fits = Recent[str, _Fit](_MAX_FITS)
-
-    @cached_property
-    def dialect(self) -> Dialect:
-        """The model's dialect, which is slow to find in a big vocabulary."""
-        return find_dialect(self._tokenizer)
-
-    def prepare(self) -> None:
-        """Finds the dialect and tries the model's own templates now, so that its first chat need not wait for that."""
-        _ = self.dialect
-        own = self._tokenizer.hf.chat_template
-        if own is not None and self._renderer is None:
+        self.dialect = find_dialect(tokenizer)
+        own = tokenizer.hf.chat_template
+        if own is not None and renderer is None:
             for template in own.values() if isinstance(own, Mapping) else (own,):
                 self._fit(template)
 
@@ -336,6 +329,4 @@ class TextTools:
         grammars = GrammarCompiler(tokenizer, vocab_size)
         if grammars.fault is not None:  # requests without a grammar still work
             logger.warning("%s", grammars.fault)
-        chat = ChatFormatter(tokenizer, renderer)
-        chat.prepare()
-        return cls(tokenizer, chat, grammars, default_sampling)
+        return cls(tokenizer, ChatFormatter(tokenizer, renderer), grammars, default_sampling)

@@ -297,10 +297,10 @@ def test_whatever_clients_send_is_rendered_or_refused(messages: list[Any], templ
 FORMATTER = formatter()
 
 
-def counted(chat: ChatFormatter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def counted(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The templates that are rendered from now on."""
     rendered: list[str] = []
-    hf = chat._tokenizer.hf
+    hf = tokenizer.hf
     render = hf.apply_chat_template
 
     def apply(messages: Any, **options: Any) -> Any:
@@ -312,9 +312,9 @@ def counted(chat: ChatFormatter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_template_is_tried_once_and_a_model_s_own_before_its_first_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = formatter()
-    rendered = counted(chat, monkeypatch)
-    chat.prepare()
+    tokenizer = make_tokenizer()
+    rendered = counted(tokenizer, monkeypatch)
+    chat = ChatFormatter(tokenizer)
     assert len(rendered) > 10, "with several small chats"
     rendered.clear()
     chat.format([USER])
@@ -331,20 +331,21 @@ def test_a_template_is_tried_once_and_a_model_s_own_before_its_first_chat(monkey
 def test_each_of_a_model_s_templates_is_tried_and_of_none_or_one_in_python_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    several = formatter({"default": CHAT_TEMPLATE, "tool_use": DUMP})
+    several = make_tokenizer(chat_template={"default": CHAT_TEMPLATE, "tool_use": DUMP})
     rendered = counted(several, monkeypatch)
-    several.prepare()
+    ChatFormatter(several)
     assert set(rendered) == {CHAT_TEMPLATE, DUMP}
-    for quiet in (formatter(None), ChatFormatter(make_tokenizer(), lambda messages, **_: "")):
+    for quiet, renderer in ((make_tokenizer(chat_template=None), None), (make_tokenizer(), lambda messages, **_: "")):
         rendered = counted(quiet, monkeypatch)
-        quiet.prepare()
+        ChatFormatter(quiet, renderer)
         assert rendered == []
 
 
 def test_only_the_templates_that_were_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests may bring any number of them."""
-    chat = formatter()
-    rendered = counted(chat, monkeypatch)
+    tokenizer = make_tokenizer()
+    chat = ChatFormatter(tokenizer)
+    rendered = counted(tokenizer, monkeypatch)
     own = [f"{DUMP}{index}" for index in range(17)]
     for template in own:
         chat.format([USER], options=ChatOptions(chat_template=template))
