@@ -73,14 +73,15 @@ def _parse_adapter(text: str) -> Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelEntry:
-    """One model. Clients call it by `id` or an alias. `overrides` are settings of [model] and [cache] by name, for this
-    model only."""
+    """One model. Clients call it by `id` or an alias. It is loaded at start and kept until an admin unloads it if it is
+    `pinned`; else it is unloaded after `idle_ttl_s` without use. `overrides` are settings of [model] and [cache] by
+    name, for this model only."""
 
     id: Name
     model: Name
     aliases: tuple[Name, ...] = Field(default=(), strict=False)
-    pinned: bool = Field(default=False, description="load it at start, and keep it until an admin unloads it")
-    idle_ttl_s: float | None = Field(default=None, ge=0, description="unload it after this time without use")
+    pinned: bool = False
+    idle_ttl_s: float | None = Field(default=None, ge=0)
     overrides: Mapping[str, Any] = Field(default_factory=dict)
 
     @property

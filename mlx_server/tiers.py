@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
-from mlx_server.setting import STRICT, Name, keys, read_table
+from mlx_server.setting import STRICT, Name, read_table
 
 DEFAULT_TIER = "default"
 """The tier that every server has, with normal priority and no limits unless it is declared."""
@@ -55,28 +55,22 @@ _Level = Annotated[Priority, PlainValidator(_priority)]
 class Tier:
     """One tier. None means no limit.
 
-    The limits hold for each key by itself, except for the last two, which bound the queue of the whole tier. Keys of an
+    The limits hold for each key by itself: requests that run or wait at a time, requests and tokens (of prompts and
+    outputs) in any 60 seconds, tokens of a prompt and its output together, and output tokens, where answers are cut.
+    The last two bound the requests of all keys together that may wait, and the tokens of their prompts. Keys of an
     `admin` tier may change the server. `models` are names as clients write them, or served names. `floors` are the best
     priorities of requests on some paths: `{"/v1/completions": LOW}` gives all of its requests low priority.
     """
 
     name: str = DEFAULT_TIER
     priority: _Level = Priority.NORMAL
-    max_concurrent_requests: int | None = Field(
-        default=None, ge=1, description="most requests that run or wait at a time"
-    )
-    requests_per_minute: int | None = Field(default=None, ge=1, description="most requests in any 60 seconds")
-    tokens_per_minute: int | None = Field(
-        default=None, ge=1, description="most prompt and output tokens in any 60 seconds"
-    )
-    max_context_tokens: int | None = Field(default=None, ge=2, description="most tokens of prompt and output together")
-    max_output_tokens: int | None = Field(default=None, ge=1, description="most output tokens; answers are cut there")
-    max_num_waiting: int | None = Field(
-        default=None, ge=1, description="most requests of the tier's keys that may wait"
-    )
-    max_queued_tokens: int | None = Field(
-        default=None, ge=1, description="most prompt tokens of the tier's keys that may wait"
-    )
+    max_concurrent_requests: int | None = Field(default=None, ge=1)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    max_context_tokens: int | None = Field(default=None, ge=2)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_num_waiting: int | None = Field(default=None, ge=1)
+    max_queued_tokens: int | None = Field(default=None, ge=1)
     admin: bool = False
     models: tuple[Name, ...] | None = Field(default=None, min_length=1, strict=False)
     floors: Mapping[_GeneratingPath, _Level] = Field(default_factory=dict)
@@ -85,15 +79,6 @@ class Tier:
         """The base priority of requests on `path`."""
         floors = cast(Mapping[str, Priority], self.floors)
         return max(self.priority, floors.get(OTHER_PATHS.get(path, path), self.priority))
-
-    def limits(self) -> Iterator[tuple[str, int]]:
-        """The limits that are set, by name."""
-        for name in _LIMITS:
-            if getattr(self, name) is not None:
-                yield name, getattr(self, name)
-
-
-_LIMITS = [name for name, field in keys(Tier).items() if field.description]
 
 
 def default_tiers() -> dict[str, Tier]:
