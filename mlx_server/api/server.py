@@ -38,6 +38,7 @@ from mlx_server.api.http.connections import (
     room_for_connections,
 )
 from mlx_server.api.http.listener import check_tls, scheme, tls_files
+from mlx_server.api.http.middleware import ends_before
 from mlx_server.combinations import without_effect
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
@@ -191,17 +192,10 @@ class _Server:
     async def _before_stop(self, work: Coroutine[Any, Any, None]) -> bool:
         """Runs `work`, and cancels it when a signal comes first. Returns whether `work` has finished."""
         working = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stop_asked.wait())
-        try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                return False
-            working.result()
-            return True
-        finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
+        if not await ends_before(working, self._stop_asked.wait()):
+            return False
+        working.result()
+        return True
 
     async def _death(self) -> None:
         """Returns when nothing can be generated any more."""

@@ -241,13 +241,10 @@ class GenerationService:
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new work and waits for the end of the generations in progress; False after `timeout_s`."""
         self.is_draining = True
-        if not self._open:  # with a timeout of 0, `wait_for` does not even see an event that is set
-            return True
-        try:
-            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        return not self._open
 
     def _forget(self, generation: Generation | PoolingRun) -> None:
         if generation not in self._open:

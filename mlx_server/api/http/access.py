@@ -82,8 +82,6 @@ class AccessMiddleware:
         self._held: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         try:
             caller = self._let_in(scope)
         except ServeError as error:
@@ -92,8 +90,7 @@ class AccessMiddleware:
         with contextlib.ExitStack() as leases:
             leases.callback(body.release)
             scope.setdefault("state", {}).update(caller=caller, held_body=body, leases=leases)
-            await self._app(scope, _bounded(scope, receive, body), send)
-        return None
+            return await self._app(scope, _bounded(scope, receive, body), send)
 
     def _let_in(self, scope: Scope) -> Caller:
         if self._is_local_only and not self._keys.requires_keys:

@@ -10,8 +10,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -70,8 +70,6 @@ class ExchangeMiddleware:
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id(scope)
         start_s, status, num_sent = time.monotonic(), 0, 0
@@ -102,7 +100,6 @@ class ExchangeMiddleware:
                 num_received = state["held_body"].num_received if "held_body" in state else 0
                 status = status or CLIENT_CLOSED_REQUEST
                 self._metrics.on_exchange(handler, method, status, time_s, num_received, num_sent)
-        return None
 
     def _on_head(self, scope: Scope, head: Message) -> None:
         """Adds the id to an error and to Anthropic's answers, and the caller's quota to every answer. Counts answers
@@ -144,12 +141,17 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
     The body must have been read: the only message after it is the disconnect.
     """
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(request))
+    if not await ends_before(working, _disconnected(request)):
+        raise ClientDisconnect
+    return working.result()
+
+
+async def ends_before(working: asyncio.Future[Any], other: Coroutine[Any, Any, object]) -> bool:
+    """Waits for one of the two, and cancels the other. Returns whether `working` has ended."""
+    watching = asyncio.ensure_future(other)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
+        return working.done()
     finally:
         for task in (working, watching):
             task.cancel()
