@@ -119,25 +119,6 @@ class RequestSummary:
     e2e_s: float
 
 
-def summarize(request: Request, reason: FinishReason, now: float) -> RequestSummary:
-    """The summary of a request that has just ended, `now` on the scheduler's clock."""
-    started_s, first_s = request.first_scheduled_s, request.first_token_s
-    num_later = request.num_counted_tokens - 1
-    return RequestSummary(
-        request.request_id,
-        request.tier,
-        reason,
-        request.num_prompt_tokens,
-        request.num_cached_tokens or 0,
-        request.num_counted_tokens,
-        request.num_preemptions,
-        None if started_s is None else started_s - request.arrival_s,
-        None if first_s is None else first_s - request.arrival_s,
-        None if first_s is None or num_later < 1 else (now - first_s) / num_later,
-        now - request.arrival_s,
-    )
-
-
 @dataclass(slots=True)
 class _Stay:
     began_s: float
@@ -284,7 +265,21 @@ class EngineMetrics:
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> RequestSummary:
         """The request has ended, for any reason and at any stage. Returns its summary."""
-        summary = summarize(request, reason, now)
+        started_s, first_s = request.first_scheduled_s, request.first_token_s
+        num_later = request.num_counted_tokens - 1
+        summary = RequestSummary(
+            request.request_id,
+            request.tier,
+            reason,
+            request.num_prompt_tokens,
+            request.num_cached_tokens or 0,
+            request.num_counted_tokens,
+            request.num_preemptions,
+            None if started_s is None else started_s - request.arrival_s,
+            None if first_s is None else first_s - request.arrival_s,
+            None if first_s is None or num_later < 1 else (now - first_s) / num_later,
+            now - request.arrival_s,
+        )
         self.finished[reason] += 1
         self._observe_request(request, summary, now)
         self.recent.append(summary)
