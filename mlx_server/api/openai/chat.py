@@ -28,7 +28,7 @@ from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
-from mlx_server.api.openai.output import CompletionWriter, TokenNames, finite, prompt_logprobs
+from mlx_server.api.openai.output import CompletionWriter, TokenNames, finite
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.engine.vision.parts import ImageParts
@@ -257,8 +257,7 @@ class ChatWriter(CompletionWriter):
     """Chat completions. In a stream each choice opens with its role, then come its pieces, then its end."""
 
     def __init__(self, exchange: Exchange, body: ChatCompletionRequest, prompt: Prompt) -> None:
-        self.response_id = f"chatcmpl-{exchange.request_id}"
-        super().__init__(exchange, self.response_id, "chat.completion.chunk")
+        super().__init__(exchange, "chatcmpl", "chat.completion.chunk")
         self._body = body
         self._prompt_ids = {"prompt_token_ids": list(prompt.token_ids)} if body.return_token_ids else {}
         hides = body.reasoning is not None and body.reasoning.exclude and body.include_reasoning is None
@@ -267,10 +266,8 @@ class ChatWriter(CompletionWriter):
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         body = {**super().full_body(answer), "object": "chat.completion", **self._prompt_ids}
-        num_top = self._body.prompt_logprobs
-        if num_top is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._names, answer.choices[0].delta.prompt_logprobs, num_top)
-        return body
+        found = self.prompt_logprobs(answer.choices[0])
+        return body if found is None else {**body, "prompt_logprobs": found}
 
     def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}

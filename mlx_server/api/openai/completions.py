@@ -20,7 +20,7 @@ from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, TextsOrIds
-from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
+from mlx_server.api.openai.output import CompletionWriter, finite
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.text.detokenizer import IncrementalDetokenizer
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
@@ -93,8 +93,7 @@ class TextWriter(CompletionWriter):
     """Text completions. In a stream a choice's echo comes with its first output, when its logprobs are known."""
 
     def __init__(self, exchange: Exchange, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
-        self.response_id = f"cmpl-{exchange.request_id}"
-        super().__init__(exchange, self.response_id, "text_completion")
+        super().__init__(exchange, "cmpl", "text_completion")
         self._body = body
         self._prompts = prompts
         tokenizer = self._names.tokenizer
@@ -114,9 +113,7 @@ class TextWriter(CompletionWriter):
 
     def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
         body = self._choice(choice, choice.delta.prompt_logprobs)
-        num_top = self._body.prompt_logprobs
-        found = None if num_top is None else prompt_logprobs(self._names, choice.delta.prompt_logprobs, num_top)
-        return {**body, "prompt_logprobs": found}
+        return {**body, "prompt_logprobs": self.prompt_logprobs(choice)}
 
     def write_choice(self, event: OutputEvent) -> bytes:
         known = self._prompt_logprobs.setdefault(event.index, [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,12 @@ _MIN_LOGPROB = -9999.0
 class CompletionWriter(Writer):
     """Writes the body around the choices, complete and in chunks. Subclasses write the choices."""
 
-    def __init__(self, exchange: Exchange, response_id: str, kind: str) -> None:
-        """`kind` is the `object` field of a chunk."""
+    def __init__(self, exchange: Exchange, prefix: str, kind: str) -> None:
+        """The answer's id begins with `prefix`; `kind` is the `object` field of a chunk."""
         body = exchange.body
+        self.response_id = f"{prefix}-{exchange.request_id}"
         self._head = {
-            "id": response_id,
+            "id": self.response_id,
             "object": kind,
             "created": int(time.time()),
             "model": exchange.model_name,
@@ -36,6 +37,7 @@ class CompletionWriter(Writer):
         tokenizer = exchange.engine.tokenizer if exchange.engine.has_tokenizer else None
         self._names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         self._num_samples = body.num_samples
+        self._num_top = body.prompt_logprobs
         self._latest: dict[int, OutputEvent] = {}  # by choice index
         self._has_token_ids = bool(body.return_token_ids)
         options = body.stream_options
@@ -114,6 +116,14 @@ class CompletionWriter(Writer):
             },
         }
 
+    def prompt_logprobs(self, choice: OutputEvent) -> list[dict[str, Any] | None] | None:
+        """One entry for each prompt token, keyed by token id, and None for the first; None if the client did not ask
+        for them."""
+        num_top = self._num_top
+        if num_top is None:
+            return None
+        return [None, *(_by_id(self._names, position, num_top) for position in choice.delta.prompt_logprobs)]
+
     def _total(self, events: Collection[OutputEvent]) -> dict[str, Any]:
         return self.usage(usage_of(events, self._num_samples))
 
@@ -171,13 +181,6 @@ class TokenNames:
 
     def bytes(self, token_id: int) -> list[int]:
         return [] if self.tokenizer is None else list(self.tokenizer.token_bytes(token_id))
-
-
-def prompt_logprobs(
-    names: TokenNames, positions: Sequence[PositionLogprobs], num_top: int
-) -> list[dict[str, Any] | None]:
-    """One entry for each prompt token, keyed by token id; None for the first."""
-    return [None, *(_by_id(names, position, num_top) for position in positions)]
 
 
 def _by_id(names: TokenNames, position: PositionLogprobs, num_top: int) -> dict[str, Any]:
