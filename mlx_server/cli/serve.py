@@ -55,12 +55,11 @@ def run_serve(args: argparse.Namespace) -> int:
       mlx-serve serve --config my.toml --kv-cache-memory 4GiB --no-prefix-caching
     """
     config = _config(args)
-    for name in _KEYS:
-        if getattr(args, name) is not None:
-            flag = _flag(name)
+    for secret in settings():
+        if secret.is_secret and getattr(args, secret.name) is not None:
             print(
-                f"mlx-serve: warning: every user of this machine can see {flag} in the process list; use "
-                f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",
+                f"mlx-serve: warning: every user of this machine can see {secret.flag} in the process list; set "
+                f"{secret.env} or put it into a --config file instead.",
                 file=sys.stderr,
             )
     size, rank = config.fleet.tensor_parallel_size, 0
@@ -234,9 +233,6 @@ def _config(args: argparse.Namespace) -> Config:
     for name in (*_KEYS, *_FILES):
         if getattr(args, name) == "":
             what = "key" if name in _KEYS else "file"
-            raise ConfigError(f"{_flag(name)} is empty, and that is no {what}; give one, or leave the option out.")
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is empty, and that is no {what}; give one, or leave the option out.")
     return config_from(args)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

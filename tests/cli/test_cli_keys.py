@@ -299,18 +299,20 @@ def test_a_path_that_no_file_can_have_is_of_no_file(keys: Keys) -> None:
     assert "There are no keys yet" in keys.errors
 
 
-@pytest.mark.parametrize("name", ["api_key", "admin_key"])
-def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
+@pytest.mark.parametrize("name", ["api_key", "admin_key", "discovery_key", "shared_store"])
+def test_a_secret_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []
     monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listeners, make_pool: served.append(config) or 0)
     monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
     monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)
-    flag = "--" + name.replace("_", "-")
-    assert main(["serve", flag, "sesame"]) == 0
+    flag, value = "--" + name.replace("_", "-"), "redis://:sesame@localhost" if name == "shared_store" else "sesame"
+    section = "fleet" if name in ("discovery_key", "shared_store") else "server"
+    variable = f"MLX_SERVE_{section}_{name}".upper()
+    assert main(["serve", flag, value]) == 0
     warning = capsys.readouterr().err
-    assert f"can see {flag} in the process list; use {flag}-file or MLX_SERVE_SERVER_{name.upper()}" in warning
+    assert f"can see {flag} in the process list; set {variable} or put it into a --config file instead" in warning
     assert "sesame" not in warning
-    monkeypatch.setenv(f"MLX_SERVE_SERVER_{name.upper()}", "sesame")
+    monkeypatch.setenv(variable, value)
     assert main(["serve"]) == 0
     assert capsys.readouterr().err == ""
-    assert [getattr(config.server, name) for config in served] == ["sesame", "sesame"]
+    assert [getattr(getattr(config, section), name) for config in served] == [value, value]
