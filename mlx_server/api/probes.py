@@ -17,7 +17,6 @@ from mlx_server.engine.engine import AsyncEngine
 from mlx_server.environment import version
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.outputs import EngineStats
-from mlx_server.pool.access import check_model_access
 from mlx_server.pool.pooled_model import PooledModel
 
 router = APIRouter(tags=["probes"])
@@ -132,7 +131,7 @@ async def model_info(request: Request, context: Context) -> dict[str, Any]:
 
 
 def _default_model(request: Request, context: ServerContext) -> PooledModel:
-    check_model_access(context.pool, caller_of(request).tier, None)
+    context.pool.check_access(caller_of(request).tier, None)
     return context.pool.find(None)
 
 

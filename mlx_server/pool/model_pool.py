@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
@@ -17,18 +17,20 @@ from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.guard import MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.parts import Surroundings, find_device_fault
-from mlx_server.engine.prefixes.kv_events import KvEvents, open_events
+from mlx_server.engine.prefixes.kv_events import open_events
 from mlx_server.errors import (
     EngineDeadError,
     InsufficientMemoryError,
+    ModelNotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     ServeError,
 )
-from mlx_server.kv_disk.disk import KvDisk
-from mlx_server.pool.catalog import Catalog, Offer
+from mlx_server.pool.catalog import Catalog, Offer, model_not_found
 from mlx_server.pool.pooled_model import Lease, LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker, UnwantedError
 from mlx_server.request import FinishReason
+from mlx_server.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +56,10 @@ class ModelPool:
         estimate: Callable[[Config], MemoryNeed] = estimate_need,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All engines share the thread and the disk of `around`, which the pool closes. `estimate` says how much memory
-        a model will need; it runs in a worker thread."""
+        """All engines share the thread, the disk and the publisher of KV events of `around`, which the pool closes.
+        `estimate` says how much memory a model will need; it runs in a worker thread."""
         self.budget = budget
+        self.disk, self.events = around.disk, around.events
         self._catalog = catalog
         self._settings = settings
         self._around = around
@@ -110,15 +113,23 @@ class ModelPool:
         """All offers. Looks on disk."""
         return self._catalog.offered()
 
-    @property
-    def disk(self) -> KvDisk | None:
-        """Where prefixes are kept on disk; None if they are not."""
-        return self._around.disk
+    def may_use(self, tier: Tier, name: str | None) -> bool:
+        """Whether the tier may use the model, by any of its names. A model with an adapter counts as a model of its
+        own. Raises `ModelNotFoundError`."""
+        return tier.models is None or self.offer(name).name in self._served(tier.models)
 
-    @property
-    def events(self) -> KvEvents | None:
-        """What publishes KV events to routers; None if nothing does."""
-        return self._around.events
+    def check_access(self, tier: Tier, name: str | None) -> None:
+        """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, whose
+        suggestion is a model that the tier may use."""
+        try:
+            is_allowed = self.may_use(tier, name)
+        except ModelNotFoundError as error:
+            raise model_not_found(error.model, self._served(tier.models or ())) from None
+        if not is_allowed:
+            raise PermissionDeniedError(
+                f"Keys of the tier {tier.name} may not use the model `{self.offer(name).name}`; they may use "
+                f"{', '.join(tier.models or ())}."
+            )
 
     def is_configured(self, offer: Offer) -> bool:
         """Whether the model is configured, as opposed to found in a folder."""
@@ -229,6 +240,10 @@ class ModelPool:
         """A model that has an engine can be found even if its folder is gone."""
         model = self._models.get(name or "")
         return None if model is None or model.engine is None else Offer(model.spec)
+
+    def _served(self, names: Iterable[str]) -> list[str]:
+        """The names in lists of those of these models that are served."""
+        return [offer.name for offer in map(self.look_up, names) if offer is not None]
 
     async def _use(self, model: PooledModel) -> None:
         (await self.acquire(model.name)).end()

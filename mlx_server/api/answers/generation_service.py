@@ -26,7 +26,6 @@ from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, QueueFullError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.pool.access import check_model_access
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.request import Vector
 
@@ -347,8 +346,8 @@ def _ms(time_s: float | None) -> float | None:
 async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> AsyncEngine:
     """The engine of a model, which is loaded first if need be, for as long as the request lasts. Raises what
     `ModelPool.acquire` raises, and `PermissionDeniedError` for a model that the caller's tier may not use."""
-    check_name(name, "model")
-    check_model_access(pool, caller_of(request).tier, name)
+    check_name(name)
+    pool.check_access(caller_of(request).tier, name)
     leases = request.state.leases
     assert isinstance(leases, contextlib.ExitStack)
     return leases.enter_context(await pool.acquire(name))

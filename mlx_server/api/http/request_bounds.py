@@ -129,10 +129,10 @@ Strings = Annotated[list[str], FIRST_ERROR]
 Objects = Annotated[list[dict[str, Any]], FIRST_ERROR]
 
 
-def check_name(name: str | None, param: str) -> None:
-    """Raises `InvalidRequestError` for a name that is too long."""
-    if name is not None and len(name) > MAX_NAME_CHARS:
+def check_name(model: str | None) -> None:
+    """Raises `InvalidRequestError` for a model's name that is too long."""
+    if model is not None and len(model) > MAX_NAME_CHARS:
         raise InvalidRequestError(
-            f"{param} has {len(name)} characters; a name has at most {MAX_NAME_CHARS}. GET /v1/models lists them.",
-            param,
+            f"model has {len(model)} characters; a name has at most {MAX_NAME_CHARS}. GET /v1/models lists them.",
+            "model",
         )

@@ -34,7 +34,6 @@ from mlx_server.engine.models.facts import ModelFacts, read_facts
 from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.environment import version
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
-from mlx_server.pool.access import check_model_access, may_use
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import PooledModel
@@ -74,7 +73,7 @@ async def tags(request: Request, context: Context) -> dict[str, Any]:
     """Every model that the caller may use."""
     tier, pool = caller_of(request).tier, context.pool
     offers = await asyncio.to_thread(lambda: list(pool.offered()))
-    found = [pool.offer(offer.name) for offer in offers if may_use(pool, tier, offer.name)]
+    found = [pool.offer(offer.name) for offer in offers if pool.may_use(tier, offer.name)]
     seen = [_is_seeing(pool, offer) for offer in found]
     return {"models": await asyncio.to_thread(lambda: list(map(_card, found, seen)))}
 
@@ -83,7 +82,7 @@ async def tags(request: Request, context: Context) -> dict[str, Any]:
 async def running(request: Request, context: Context) -> dict[str, Any]:
     """The loaded models, and when each will be unloaded if it stays idle."""
     tier, pool = caller_of(request).tier, context.pool
-    models = [model for model in pool.models() if model.is_loaded and may_use(pool, tier, model.name)]
+    models = [model for model in pool.models() if model.is_loaded and pool.may_use(tier, model.name)]
     now_s, clock_s = time.time(), time.monotonic()
     facts = await asyncio.to_thread(lambda: [read_facts(model.spec.root) for model in models])
     return {"models": [_running(model, known, now_s, clock_s) for model, known in zip(models, facts)]}
@@ -94,7 +93,7 @@ async def show(body: ModelBody, request: Request, context: Context) -> dict[str,
     """Facts of a model, loaded or not."""
     pool = context.pool
     name = await find_name(pool, body.model)
-    check_model_access(pool, caller_of(request).tier, name)
+    pool.check_access(caller_of(request).tier, name)
     offer = pool.offer(name)
     facts = await asyncio.to_thread(read_facts, offer.spec.root)
     return _description(pool, offer, facts)

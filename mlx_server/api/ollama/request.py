@@ -30,7 +30,6 @@ from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Penalty, Refused, StopStrings
 from mlx_server.engine.fair_slots import shielded
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.pool.access import check_model_access
 from mlx_server.pool.catalog import LATEST_TAG
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
@@ -200,7 +199,7 @@ def plain(name: str) -> str:
 async def find_name(pool: ModelPool, name: str | None) -> str | None:
     """The served name of the model that a client means, or its plain name if there is none; None is the default model.
     Raises `InvalidRequestError` for a name that is too long."""
-    check_name(name, "model")
+    check_name(name)
     if not name:
         return None
     for form in dict.fromkeys((name, plain(name))):
@@ -259,7 +258,7 @@ async def unload(body: OllamaFields, request: Request, context: ServerContext) -
     admins."""
     await require_admin(request)
     name = await find_name(context.pool, body.model)
-    check_model_access(context.pool, caller_of(request).tier, name)
+    context.pool.check_access(caller_of(request).tier, name)
     context.pool.keep_alive(name, 0.0)
     await shielded(context.pool.expire_idle())  # goes on if the client disconnects
     return body.model or plain(context.pool.find(name).name)

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.engine.embeddings import capabilities
-from mlx_server.pool.access import check_model_access, may_use
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
 
@@ -25,7 +24,7 @@ async def list_models(request: Request, context: Context) -> dict[str, Any]:
     """Every model that the caller may use, loaded or not, each followed by its adapters; the default one first."""
     tier, pool = caller_of(request).tier, context.pool
     offers = await asyncio.to_thread(lambda: list(pool.offered()))
-    cards = [_card(request, pool, offer) for offer in offers if may_use(pool, tier, offer.name)]
+    cards = [_card(request, pool, offer) for offer in offers if pool.may_use(tier, offer.name)]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
     return {"object": "list", "data": cards, **ends, "has_more": False}
 
@@ -34,7 +33,7 @@ async def list_models(request: Request, context: Context) -> dict[str, Any]:
 async def retrieve_model(model: str, request: Request, context: Context) -> dict[str, Any]:
     if not model:
         return await list_models(request, context)
-    check_model_access(context.pool, caller_of(request).tier, model)
+    context.pool.check_access(caller_of(request).tier, model)
     return _card(request, context.pool, context.pool.offer(model))
 
 
