@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
@@ -146,9 +146,6 @@ def _aborted() -> ServeError:
     return OverloadedError("The request was aborted by an administrator, or the client has gone.")
 
 
-T = TypeVar("T", Generation, PoolingRun)
-
-
 class GenerationService:
     """The generations of one server. On the event loop's thread."""
 
@@ -166,60 +163,52 @@ class GenerationService:
     async def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
         `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
-        return await self._opened(engine, job, job.n * len(job.plan.prompts), self._start)
+        async with self._admitted(engine, job, job.n * len(job.plan.prompts)) as demand:
+            with contextlib.ExitStack() as undo:
+                streams = engine.submit_all(_requests(job))
+                for stream in streams:
+                    undo.callback(stream.abort)
+                grant = self._quotas.open(job.caller, demand)
+                undo.callback(grant.close)
+                name = engine.names.with_adapter(job.adapter)
+                generation = Generation(job, name, streams, grant, self._forget)
+                undo.pop_all()
+            self._open.add(generation)
+        return generation
 
     async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
         """Like `start`, for inputs that are pooled: they take one of the caller's seats together, and go in as there is
         room."""
-        return await self._opened(engine, job, 1, self._start_pooling)
-
-    async def _opened(
-        self,
-        engine: AsyncEngine,
-        job: GenerationJob,
-        num_answers: int,
-        start: Callable[[AsyncEngine, GenerationJob, Demand], T],
-    ) -> T:
-        """`start`s the job, which counts as `num_answers`. The caller's quota is reserved first, and checked again
-        afterwards, since other requests may have come meanwhile."""
-        demand = Demand(num_answers, sum(len(prompt.token_ids) for prompt in job.plan.prompts))
-        try:
-            self._check(job, demand)
-            with await self._quotas.reserve(job.caller, demand):
-                self._check(job, demand)
-                run = start(engine, job, demand)
-        except ServeError as error:
-            _log_refusal(job, engine.names.with_adapter(job.adapter), error)
-            raise
-        self._open.add(run)
-        self._is_idle.clear()
-        return run
-
-    def _check(self, job: GenerationJob, demand: Demand) -> None:
-        if self.is_draining:
-            raise OverloadedError("The server is shutting down; send the request elsewhere.", _DRAIN_RETRY_S)
-        self._quotas.check(job.caller, demand)
-
-    def _start_pooling(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> PoolingRun:
         most = max(1, engine.info.max_num_seqs // 2)  # leaves half of the engine's seats to others
 
         def width() -> int:
             return min(most, self._quotas.inputs_at_a_time(job.caller))
 
-        requests, grant = _requests(job), self._quotas.open(job.caller, demand)
-        return PoolingRun(job, engine, requests, width, grant, self._forget)
+        async with self._admitted(engine, job, 1) as demand:
+            requests, grant = _requests(job), self._quotas.open(job.caller, demand)
+            run = PoolingRun(job, engine, requests, width, grant, self._forget)
+            self._open.add(run)
+        return run
 
-    def _start(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> Generation:
-        with contextlib.ExitStack() as undo:
-            streams = engine.submit_all(_requests(job))
-            for stream in streams:
-                undo.callback(stream.abort)
-            grant = self._quotas.open(job.caller, demand)
-            undo.callback(grant.close)
-            name = engine.names.with_adapter(job.adapter)
-            generation = Generation(job, name, streams, grant, self._forget)
-            undo.pop_all()
-        return generation
+    @contextlib.asynccontextmanager
+    async def _admitted(self, engine: AsyncEngine, job: GenerationJob, num_answers: int) -> AsyncIterator[Demand]:
+        """Around the start of a job, which counts as `num_answers`; the block must not await. The caller's quota is
+        reserved first, and checked again afterwards, since other requests may have come meanwhile."""
+        demand = Demand(num_answers, sum(len(prompt.token_ids) for prompt in job.plan.prompts))
+        try:
+            self._check(job, demand)
+            with await self._quotas.reserve(job.caller, demand):
+                self._check(job, demand)
+                yield demand
+        except ServeError as error:
+            _log_refusal(job, engine.names.with_adapter(job.adapter), error)
+            raise
+        self._is_idle.clear()
+
+    def _check(self, job: GenerationJob, demand: Demand) -> None:
+        if self.is_draining:
+            raise OverloadedError("The server is shutting down; send the request elsewhere.", _DRAIN_RETRY_S)
+        self._quotas.check(job.caller, demand)
 
     def abort(self, ids: Collection[str] | None = None) -> int:
         """Aborts the generations with these request or response ids (None: all); returns how many there were."""
@@ -313,7 +302,6 @@ def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSumma
 
 
 def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None:
-    """Logs a refused generation; the error's name is the reason."""
     fields = {
         **_identity(job, model_name),
         "choices": job.n * len(job.plan.prompts),
