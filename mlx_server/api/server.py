@@ -29,7 +29,7 @@ from sse_starlette.sse import AppStatus
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning, local_url
+from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning
 from mlx_server.api.http.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGate,
@@ -37,7 +37,7 @@ from mlx_server.api.http.connections import (
     bounded_protocol,
     room_for_connections,
 )
-from mlx_server.api.http.listener import check_tls, scheme, tls_files
+from mlx_server.api.http.listener import check_tls, local_url, tls_files
 from mlx_server.api.http.middleware import ends_before
 from mlx_server.combinations import without_effect
 from mlx_server.config import Config, ServerConfig
@@ -221,7 +221,7 @@ class _Server:
     def _announce(self) -> None:
         """Prints the one line on standard output, once requests are served."""
         addresses = (listener.getsockname()[:2] for listener in self._listeners)
-        url, *others = (local_url(host, port, scheme(self._settings)) for host, port in addresses)
+        url, *others = (local_url(self._settings, host, port) for host, port in addresses)
         ollama = "".join(f"  Ollama's API: {other}" for other in others)
         models = "  ".join(_described(model) for model in self._pool.models())
         sys.stdout.write(f"mlx-serve is ready: {url}/v1  live page: {url}/{ollama}  {models}\n")
@@ -252,7 +252,6 @@ class _Server:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process at once."""
     try:
         _end_children()
     finally:
@@ -282,7 +281,6 @@ def _described(model: PooledModel) -> str:
 
 
 def _dump_stacks_on_request() -> None:
-    """Makes SIGQUIT write the stacks of all threads to standard error."""
     with contextlib.suppress(OSError, ValueError):  # standard error is not a file
         faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True)
 

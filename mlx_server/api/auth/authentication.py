@@ -20,7 +20,6 @@ from mlx_server.errors import AuthenticationError, PermissionDeniedError
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _MAX_SHOWN_CHARS = 100
 _OWN_SITES = ("same-origin", "none")
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def is_loopback(host: str) -> bool:
@@ -33,12 +32,6 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
-
-
-def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """The URL at which programs on this machine reach a server that listens at `host`, or at all addresses."""
-    host = _EVERYWHERE.get(host, host)
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_local(scope: Scope) -> bool:

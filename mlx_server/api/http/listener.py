@@ -110,8 +110,11 @@ def tls_files(server: ServerConfig) -> tuple[str | None, str | None]:
     return cert, key
 
 
-def scheme(server: ServerConfig) -> str:
-    return "http" if server.tls_cert is None else "https"
+def local_url(server: ServerConfig, host: str, port: int) -> str:
+    """The URL at which programs on this machine reach a listener at `host`, or at all addresses."""
+    scheme = "http" if server.tls_cert is None else "https"
+    host = _LOOPBACK.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _refuse_password() -> str:

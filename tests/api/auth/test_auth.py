@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from mlx_server.api.auth.authentication import exposure_warning, is_loopback, local_url
+from mlx_server.api.auth.authentication import exposure_warning, is_loopback
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError
@@ -119,19 +119,6 @@ async def test_a_requested_priority(world: World, base: Priority, requested: int
     assert (await world.chat(priority=requested)).status_code == 200
     (request,) = world.engine.requests
     assert (request.priority, request.tier) == (priority, "default")
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("192.0.2.1", "http://192.0.2.1:80"),
-        ("0.0.0.0", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
-    ],
-)
-async def test_a_server_on_all_addresses_is_reported_by_one_that_can_be_opened(host: str, url: str):
-    assert local_url(host, 80) == url
 
 
 # --- the discovery key ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from mlx_server.api.http.connections import READ_BYTES, BoundedProtocol
-from mlx_server.api.http.listener import check_tls
+from mlx_server.api.http.listener import check_tls, local_url
 from mlx_server.cli.remote import RemoteError, RemoteServer
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ConfigError
@@ -115,3 +115,17 @@ async def test_what_cannot_be_used_is_named(make: Callable[..., Files], files: F
     assert "tls_key is encrypted" in refusal(locked.cert, locked.key)
     check_tls(ServerConfig())
     check_tls(ServerConfig(tls_cert=files.cert, tls_key=files.key))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("192.0.2.1", "http://192.0.2.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+    ],
+)
+async def test_a_server_on_all_addresses_is_reported_by_one_that_can_be_opened(host: str, url: str) -> None:
+    assert local_url(ServerConfig(), host, 80) == url
+    assert local_url(ServerConfig(tls_cert="cert.pem"), host, 80) == url.replace("http:", "https:")
