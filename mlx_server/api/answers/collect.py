@@ -104,7 +104,6 @@ class _Builder:
     _last: OutputEvent
 
     def __init__(self) -> None:
-        self._content: list[str] = []
         self._reasoning: list[str] = []
         self._mixed: list[str | ToolCallDelta] = []
         self._token_ids: list[int] = []
@@ -112,7 +111,6 @@ class _Builder:
         self._prompt_logprobs: list[PositionLogprobs] = []
 
     def add(self, event: OutputEvent) -> None:
-        self._content.append(event.content)
         self._reasoning.append(event.reasoning)
         self._mixed += in_order(event)
         self._token_ids.extend(event.token_ids)
@@ -124,7 +122,7 @@ class _Builder:
         has_calls = any(not isinstance(part, str) for part in self._mixed)
         return replace(
             self._last,
-            content="".join(self._content),
+            content="".join(part for part in self._mixed if isinstance(part, str)),
             reasoning="".join(self._reasoning),
             mixed=tuple(_joined(self._mixed)) if has_calls else (),
             delta=replace(

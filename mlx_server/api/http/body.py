@@ -1,10 +1,4 @@
-"""Routes that read JSON: they receive a body, wait for the request's turn, and parse the body into the route's model.
-
-JsonRoute           a route with a body
-TurnRoute           a route whose requests are metered, and parsed by tier and by key in turn
-AnyTypeRoute        a JsonRoute that ignores the content type
-AnyTypeTurnRoute    both
-"""
+"""Routes that read JSON: they receive a body, wait for the request's turn, and parse the body into their model."""
 
 from __future__ import annotations
 
@@ -107,8 +101,8 @@ class JsonRoute(APIRoute):
 
 
 class TurnRoute(JsonRoute):
-    """A route whose requests wait for their turn after their bodies have arrived. All that they do until their answer
-    begins is cancelled when the client disconnects.
+    """A route whose requests are metered, and wait for their turn by tier and key after their bodies have arrived. All
+    that they do until their answer begins is cancelled when the client disconnects.
 
     The caller's rates are checked before that. A request counts once: one that generates counts when it is granted, or
     when it is refused because it is wrong; one that only has text read counts when it arrives.

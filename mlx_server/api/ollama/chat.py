@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers import vectors
-from mlx_server.api.answers.chat_plan import ChatCall
+from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
 from mlx_server.api.answers.generation import Plan, Prompt
 from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingOptions
 from mlx_server.api.context import Context, ServerContext
@@ -53,19 +53,11 @@ class ChatRequest(OllamaFields):
     tools: Annotated[list[Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
 
     def call(self, images: ImageParts | None) -> ChatCall:
-        """The chat without sampling parameters. If the last message is an answer, the model continues it. Raises
-        `InvalidRequestError`."""
+        """If the last message is an answer, the model continues it. Raises `InvalidRequestError`."""
         messages = _openai_messages(self.messages or ())
         last = messages[-1]
         continues = last.get("role") == "assistant" and not last.get("tool_calls")
-        return ChatCall(
-            messages=messages if images is None else images.mark_messages(messages),
-            tool_use=tool_use(self.tools or None, None),
-            options=self.chat_options(continues=continues),
-            structured=self.structured(),
-            truncation=self.prompt_truncation,
-            has_open_schemas=bool(self.open_schemas),
-        )
+        return self.chat(messages, images, tool_use(self.tools or None, None), continues=continues)
 
     def sent_at(self, message: int, part: int) -> str:
         """Where the client sent a part of the messages that `call` makes."""
@@ -100,16 +92,10 @@ class GenerateRequest(OllamaFields):
         return bool(self.raw or self.suffix)
 
     def call(self, images: ImageParts | None) -> ChatCall:
-        """The chat without sampling parameters. Raises `InvalidRequestError`."""
+        """A chat of one message, after the system's if there is one. Raises `InvalidRequestError`."""
         messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": _content_of(self.prompt, self.images)})
-        return ChatCall(
-            messages=messages if images is None else images.mark_messages(messages),
-            options=self.chat_options(continues=False),
-            structured=self.structured(),
-            truncation=self.prompt_truncation,
-            has_open_schemas=bool(self.open_schemas),
-        )
+        return self.chat(messages, images, ToolUse(), continues=False)
 
     def sent_at(self, message: int, part: int) -> str:
         """Where the client sent a part of the messages that `call` makes: they are all images."""

@@ -103,9 +103,8 @@ class _OllamaPortRoute(APIRoute):
     """A route for requests that come by Ollama's port only."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        app, server = scope.get("app"), scope.get("server")
-        port = None if app is None else app.state.context.config.server.ollama_port
-        if port is None or server is None or server[1] != port:
+        port = scope["app"].state.context.config.server.ollama_port
+        if port is None or scope["server"][1] != port:
             return Match.NONE, {}
         return super().matches(scope)
 

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from fastapi import Request
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
+from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
 from mlx_server.api.auth.authentication import caller_of, require_admin
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_responses
@@ -30,6 +31,7 @@ from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Penalty, Refused, StopStrings
 from mlx_server.engine.fair_slots import shielded
 from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.pool.catalog import LATEST_TAG
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
@@ -161,13 +163,24 @@ class OllamaFields(OneAnswerOfText):
         sampling = super().sampling(defaults)
         return sampling if self.options is None else self.options.applied_to(sampling)
 
-    def chat_options(self, *, continues: bool) -> ChatOptions:
-        """How to write the prompt. Without `think`, the model's template decides whether it reasons."""
+    def chat(
+        self, messages: Sequence[dict[str, Any]], images: ImageParts | None, tools: ToolUse, *, continues: bool
+    ) -> ChatCall:
+        """The chat of OpenAI's messages, without sampling parameters. If it `continues`, the last message is the
+        beginning of the answer. Without `think`, the model's template decides whether it reasons. Raises
+        `InvalidRequestError`."""
         is_switch = isinstance(self.think, bool)
-        return ChatOptions(
-            continue_final_message=continues,
-            template_kwargs={"enable_thinking": self.think} if is_switch else {},
-            reasoning_effort=None if is_switch else self.think,
+        return ChatCall(
+            messages=messages if images is None else images.mark_messages(messages),
+            tool_use=tools,
+            options=ChatOptions(
+                continue_final_message=continues,
+                template_kwargs={"enable_thinking": self.think} if is_switch else {},
+                reasoning_effort=None if is_switch else self.think,
+            ),
+            structured=self.structured(),
+            truncation=self.prompt_truncation,
+            has_open_schemas=bool(self.open_schemas),
         )
 
 

@@ -25,7 +25,7 @@ from mlx_server.api.http.request_bounds import (
     at_most,
 )
 from mlx_server.api.http.sse import openapi_responses
-from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, either, list_of, members, of_type
+from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, TEXT, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
 from mlx_server.api.openai.output import CompletionWriter, TokenNames, finite
@@ -65,7 +65,7 @@ Tool = Annotated[
         members(
             "function",
             type={"const": "function"},
-            function=members("name", name={**STRING, "minLength": 1}, parameters={"type": "object"}),
+            function=members("name", name=TEXT, parameters={"type": "object"}),
         )
     ),
 ]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse, Turns
 from mlx_server.api.http.request_bounds import BOUNDED_ITEMS, BOUNDED_TOOLS, FIRST_ERROR, MAX_TOOLS, Strings
 from mlx_server.api.openai.chat import ReasoningEffort, tool_use
-from mlx_server.api.openai.document import IMAGE_URL, NULL, STRING, either, list_of, members, of_type
+from mlx_server.api.openai.document import IMAGE_URL, NULL, STRING, TEXT, either, list_of, members, of_type
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
 from mlx_server.api.openai.responses.custom_tools import as_function, input_patterns
 from mlx_server.api.openai.responses.items import ROLES, qualified, read_items
@@ -41,14 +41,13 @@ InputItem = Annotated[
         )
     ),
 ]
-_NAME = {**STRING, "minLength": 1}
 _GRAMMAR = of_type("grammar", syntax={"enum": ["lark", "regex"]}, definition=STRING)
-_FUNCTION = of_type("function", name=_NAME)
+_FUNCTION = of_type("function", name=TEXT)
 _FUNCTION["properties"]["parameters"] = {"type": ["object", "null"]}
-_CUSTOM = of_type("custom", name=_NAME)
+_CUSTOM = of_type("custom", name=TEXT)
 _CUSTOM["properties"]["format"] = either(of_type("text"), _GRAMMAR, NULL)
 _CALLED = either(_FUNCTION, _CUSTOM)
-_TOOL = either(_CALLED, of_type("namespace", name=_NAME, tools=list_of(_CALLED)))
+_TOOL = either(_CALLED, of_type("namespace", name=TEXT, tools=list_of(_CALLED)))
 _TOOL_CHOICE = either(
     {"enum": ["none", "auto", "required"]}, of_type("function", name=STRING), of_type("custom", name=STRING)
 )
@@ -128,7 +127,6 @@ class ResponsesRequest(OneAnswerOfText):
         )
 
     def _structured(self) -> StructuredSpec | None:
-        """What the output must look like."""
         wanted = None if self.text is None else self.text.format
         if wanted is not None and wanted.get("type") == "json_schema":
             if wanted.get("schema") is None:
