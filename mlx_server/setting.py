@@ -81,7 +81,6 @@ class Setting:
 
 
 def declare(default: Any, help: str, **limits: Any) -> Any:
-    """Declares a field of a section."""
     return Field(default=default, description=help, **limits)
 
 

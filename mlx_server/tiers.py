@@ -76,7 +76,6 @@ class Tier:
     floors: Mapping[_GeneratingPath, _Level] = Field(default_factory=dict)
 
     def priority_at(self, path: str) -> Priority:
-        """The base priority of requests on `path`."""
         floors = cast(Mapping[str, Priority], self.floors)
         return max(self.priority, floors.get(OTHER_PATHS.get(path, path), self.priority))
 

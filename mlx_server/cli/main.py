@@ -45,7 +45,6 @@ class Command:
     verb: str = ""
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Adds its arguments and description."""
         self._offers("add_arguments", f"add_{self.verb}")(parser)
         parser.description = inspect.getdoc(self.act if self.verb else importlib.import_module(self.module))
         parser.usage = _short_usage(parser)
@@ -68,7 +67,6 @@ class Group:
     commands: Mapping[str, Command | Group]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the list of commands to the help."""
         width = max(map(len, self.commands), default=0)
         lines = [f"  {name:<{width}}  {node.summary}" for name, node in self.commands.items()]
         title = f"{self.summary}\n\ncommands (`{parser.prog} COMMAND --help` describes one):\n"
@@ -111,7 +109,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def commands() -> Group:
-    """The tree of all commands."""
     return Group(
         "a local OpenAI-compatible LLM server on MLX",
         {

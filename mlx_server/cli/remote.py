@@ -82,7 +82,6 @@ class RemoteServer:
                     yield self._found(response, data, read)
 
     def _found(self, response: httpx.Response, text: str | bytes, read: Callable[[Any], Any]) -> Any:
-        """What `read` finds in the JSON."""
         try:
             answer = json.loads(text)
             if "error" in answer:

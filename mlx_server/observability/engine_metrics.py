@@ -87,7 +87,6 @@ class Histogram:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, num_times: int = 1) -> None:
-        """Counts `value`, `num_times` times."""
         self._counts[bisect_left(self.bounds, value)] += num_times
         self.total += value * num_times
 

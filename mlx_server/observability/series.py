@@ -158,7 +158,6 @@ def _blocks_by_state(reading: EngineReading) -> dict[str, float]:
 
 
 def _vllm_histogram(name: str, help: str) -> Family:
-    """vLLM's histogram with this name."""
     return histogram(f"vllm:{name}", help, lambda reading: reading.metrics.by_name[name])
 
 

@@ -62,7 +62,6 @@ class SleepMetrics:
 
     @contextmanager
     def measured(self, operation: SleepOperation) -> Iterator[None]:
-        """Measures the operation inside the block."""
         started_s = self._clock()
         self.in_flight[operation] += 1
         try:

@@ -80,7 +80,6 @@ class Turns:
         _append(self._turn("assistant").setdefault("reasoning", []), text)
 
     def call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
-        """A call of a tool."""
         self._names[call_id] = name
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(call)

@@ -180,7 +180,6 @@ class HeldArrays:
                 weakref.finalize(array, self._gone.append, id(array)).atexit = False
 
     def _forget(self) -> None:
-        """Forgets freed arrays."""
         while self._gone:
             owner, num_bytes = self._sizes.pop(self._gone.popleft())
             self._num_bytes[owner] -= num_bytes

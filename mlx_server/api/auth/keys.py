@@ -84,7 +84,6 @@ class UsageLog:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_flush)
 
     async def flush(self) -> None:
-        """Writes all usage to the key file."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -252,7 +251,6 @@ class _WatchedFile:
 
 
 def revocation(key_id: str) -> AuthenticationError:
-    """The error for a revoked key."""
     return AuthenticationError(f"The key {key_id} has been revoked; ask for a new one.")
 
 

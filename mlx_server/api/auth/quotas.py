@@ -82,7 +82,6 @@ class SlidingWindow:
         return math.inf
 
     def empty_in_s(self, now: float) -> float:
-        """Seconds until the window is empty."""
         self._forget(now)
         return self._slots[-1].last_s + WINDOW_S - now if self._slots else 0.0
 
@@ -133,7 +132,6 @@ class Grant:
         self._is_open = True
 
     def add_output(self, num_tokens: int) -> None:
-        """Counts output tokens."""
         self._meter.tokens.add(num_tokens, self._clock())
         self._num_output_tokens += num_tokens
 
@@ -262,7 +260,6 @@ def _check_tokens(tier: Tier, limit: int, window: SlidingWindow, num_prompt_toke
 
 
 def seats_refusal(tier: Tier, num_answers: int, demand: Demand) -> QuotaExceededError:
-    """The refusal when too many answers are in progress."""
     return QuotaExceededError(
         f"{num_answers} answers are in progress and the request asks for {demand.num_answers}; a key of the "
         f"tier {tier.name} may have {tier.max_concurrent_requests} at a time. Wait for one to end.",

@@ -100,7 +100,6 @@ class Template:
         self._parts = event(_BLANK).split(_ENCODER.encode(_BLANK).encode())
 
     def fill(self, text: str) -> bytes:
-        """Returns the event with this text."""
         return encode_basestring(text).encode().join(self._parts)
 
 

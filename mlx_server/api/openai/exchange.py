@@ -93,7 +93,6 @@ class Exchange:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the answer."""
         return self.engine.names.with_adapter(self.adapter)
 
     async def plan(self, read: Read) -> Plan:

@@ -67,7 +67,6 @@ class CompletionWriter(Writer):
         return sse.data(error.openai_body()) + sse.DONE
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        """Returns one event of a stream."""
         body = {**self._head, "choices": [choice], **more}
         if self._has_usage:
             body["usage"] = self._total(self._latest.values()) if self._repeats_usage else None

@@ -56,7 +56,6 @@ class KeptItem:
         return cls(item["id"], _written(item))
 
     def read(self) -> dict[str, Any]:
-        """The parsed item."""
         item: dict[str, Any] = json.loads(self.text)
         return item
 
