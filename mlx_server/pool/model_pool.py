@@ -173,8 +173,7 @@ class ModelPool:
         like `acquire`."""
         model = self.find(name)
         self._check_alive()
-        if model.failure is not None:
-            model.retry_s = 0.0
+        model.retry_s = 0.0
         await shielded(self._use(model))
         return model
 

@@ -129,15 +129,21 @@ class KeyRing:
             raise ConfigError("discovery_key equals api_key or admin_key, which may do more. Choose another one.")
         self.usage = UsageLog(path)
         self.has_admin_key = admin_key is not None
+        self._has_api_key = api_key is not None
         self._file = _WatchedFile(path)
-        self._api_digest, self._admin_digest, self._discovery_digest = map(_digest, (api_key, admin_key, discovery_key))
-        self._shared_tier = config.tiers[server.api_key_tier]
         self._tiers = config.tiers
+        tier = self._shared_tier = config.tiers[server.api_key_tier]
+        configured = (
+            (admin_key, Caller(ADMIN, tier, is_admin=True)),
+            (api_key, Caller(SHARED, tier, is_admin=tier.admin)),
+            (discovery_key, Caller(DISCOVERY)),
+        )
+        self._configured = [(_digest(key), caller) for key, caller in configured if key is not None]
 
     @property
     def requires_keys(self) -> bool:
         """Whether requests without a key are refused."""
-        return self._api_digest is not None or self._file.was_seen()
+        return self._has_api_key or self._file.was_seen()
 
     def identify(self, key: str | None, *, is_local: bool) -> Caller:
         """The caller that a key identifies; `key` None is a request without one. Keys of tiers with `admin` are admins.
@@ -146,12 +152,10 @@ class KeyRing:
         Raises `AuthenticationError` for a missing, wrong or revoked key, and `PermissionDeniedError` for a key whose
         tier is not declared.
         """
-        if _is_equal(key, self._admin_digest):
-            return Caller(ADMIN, self._shared_tier, is_admin=True)
-        if _is_equal(key, self._api_digest):
-            return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.admin)
-        if _is_equal(key, self._discovery_digest):
-            return Caller(DISCOVERY)
+        sent = b"" if key is None else _digest(key)
+        for digest, caller in self._configured:
+            if hmac.compare_digest(sent, digest):
+                return caller
         if not self.requires_keys:
             return Caller(ANONYMOUS, self._shared_tier, is_admin=is_local and not self.has_admin_key)
         parsed = None if key is None else parse_key(key)
@@ -273,10 +277,5 @@ def _secret(name: str, value: str | None, file: str | None) -> str | None:
     return text
 
 
-def _digest(key: str | None) -> bytes | None:
-    return None if key is None else hashlib.sha256(key.encode()).digest()
-
-
-def _is_equal(key: str | None, digest: bytes | None) -> bool:
-    sent = _digest(key)
-    return sent is not None and digest is not None and hmac.compare_digest(sent, digest)
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
