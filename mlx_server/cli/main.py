@@ -104,6 +104,15 @@ class Parser(argparse.ArgumentParser):
         setattr(parsed, takers[-1].dest, [*getattr(parsed, takers[-1].dest), *words[place + 1 :]])
         return parsed, extra
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Names the nearest option for one that is unknown."""
+        parsed, extra = self.parse_known_args(args, namespace)
+        if extra:
+            wrong = extra[0].partition("=")[0]
+            known = re.findall(r"--[\w-]+", self.format_help())
+            self.error(f"unknown argument {wrong}{did_you_mean(wrong, known)}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
@@ -256,12 +265,7 @@ def run(tree: Group, argv: Sequence[str], prog: str = "mlx-serve") -> int:
             parser.parse_args(words)
         parser.print_help()
         return 0
-    args, extra = parser.parse_known_args(words)
-    if extra:
-        known = re.findall(r"--[\w-]+", parser.format_help())
-        wrong = extra[0].partition("=")[0]
-        raise UsageError(f"unknown argument {wrong}{did_you_mean(wrong, known)} (see `{prog} --help`)")
-    return int(node.act(args))
+    return int(node.act(parser.parse_args(words)))
 
 
 def find(prog: str, node: Command | Group, argv: Sequence[str]) -> tuple[str, Command | Group, Sequence[str]]:

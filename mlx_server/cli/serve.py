@@ -218,9 +218,7 @@ def _checked(serve_options: Sequence[str]) -> Config:
     """The configuration that these options give. Raises `UsageError` and `ServeError`."""
     parser = Parser(prog="mlx-serve serve")
     add_serve(parser)
-    args, extra = parser.parse_known_args(serve_options)
-    if extra:
-        raise ServeError(f"`mlx-serve serve` has no option {extra[0]}.")
+    args = parser.parse_args(serve_options)
     secret = next((s.flag for s in settings() if s.is_secret and getattr(args, s.name) is not None), None)
     if secret is not None:
         raise ServeError(f"Every user could read {secret} in the agent's file; put it into a --config file.")

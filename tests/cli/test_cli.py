@@ -119,7 +119,7 @@ def test_an_interrupt_ends_quietly(probe, capsys):
     ("argv", "words"),
     [
         (["prob"], "unknown command prob; did you mean probe?"),
-        (["--nope"], "unrecognized arguments: --nope"),
+        (["--nope"], "unknown argument --nope"),
         (["probe", "--lvel", "1"], "unknown argument --lvel; did you mean --level?"),
         (["probe", "--lev", "1"], "unknown argument --lev; did you mean --level?"),
         (["probe", "--le", "1"], "unknown argument --le (see"),

@@ -362,7 +362,7 @@ def test_an_interpreter_in_uvs_cache_is_no_place_for_an_agent(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--prot", "9000"], "no option --prot"),
+        (["--prot", "9000"], "unknown argument --prot; did you mean --port? (see `mlx-serve serve --help`)"),
         (["--port", "99999"], "less than or equal to 65535"),
         (["--api-key", "secret"], "Every user could read --api-key"),
     ],
