@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -23,7 +22,7 @@ async def test_what_is_reported_and_lost_is_counted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 1)
     events = KvEvents(FleetConfig(kv_events="tcp://127.0.0.1:0"))
     pool = fake_pool(FakeEngine())
-    pool._around = replace(pool._around, events=events)
+    pool.events = events
     channel = events.open("kv@h@m", CacheEvents(PrefixMirror((None,)), str, lambda keys: keys))
     transport = httpx.ASGITransport(create_app(pool, Config()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
