@@ -16,11 +16,10 @@ from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, one_line, size, table
 from mlx_server.config import Config
-from mlx_server.engine.prefixes.model_on_disk import disk_folder
 from mlx_server.environment import MAX_INPUT, exists, expanded, read_file, read_stdin
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.disk import LOCK, WriteBudget
-from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.files import Files, disk_folder
 from mlx_server.kv_disk.slab import SUFFIX, RecordHeader, Space, stored_label
 from mlx_server.kv_disk.store import RecordStore
 from mlx_server.setting import parse_size

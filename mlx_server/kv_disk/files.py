@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_server.config import MemoryConfig, home
+from mlx_server.environment import expanded
+
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o600
 
@@ -21,6 +24,11 @@ class FileEntry:
     name: str
     num_bytes: int
     used_s: float
+
+
+def disk_folder(settings: MemoryConfig) -> Path:
+    """The folder for prefixes, whether or not it exists."""
+    return expanded(settings.kv_disk_dir) if settings.kv_disk_dir else home() / "kv-disk"
 
 
 class Files:

@@ -382,6 +382,7 @@ def test_the_module_is_the_command_and_says_one_line(argv, status, words):
     ("statement", "absent"),
     [
         ("from mlx_server.cli.main import main; main([])", "mlx numpy transformers pydantic fastapi uvicorn httpx"),
+        ("import mlx_server.cli.keys, mlx_server.cli.cache", "mlx mlx_lm transformers fastapi uvicorn"),
         ("import mlx_server.cli.serve", "mlx numpy transformers fastapi uvicorn httpx"),  # until the port is taken
         (
             "import mlx_server.api.server",

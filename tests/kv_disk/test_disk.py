@@ -8,12 +8,14 @@ import random
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from mlx_server.config import MemoryConfig
 from mlx_server.kv_disk import disk as disks
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, WriteBudget, open_disk
-from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.files import Files, disk_folder
 from mlx_server.kv_disk.slab import Rounding
 from tests.kv_disk.faults import FaultyFiles
 from tests.kv_disk.test_store import SPACE, content_of, digest_of
@@ -263,3 +265,10 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert open_disk(tmp_path / "file" / "kv", "1MB", DAY) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_the_folder_is_the_home_s_unless_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert disk_folder(MemoryConfig()) == tmp_path / "kv-disk"
+    assert disk_folder(MemoryConfig(kv_disk_dir="~/other")) == Path("/somewhere/other")

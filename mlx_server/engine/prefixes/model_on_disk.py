@@ -20,10 +20,10 @@ import xxhash
 from mlx_server.batching.blocks.disk_saves import PIECE_BYTES
 from mlx_server.batching.blocks.prefix_cache import root_hash
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
-from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig, home
-from mlx_server.environment import expanded, version
+from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig
+from mlx_server.environment import version
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
-from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.files import Files, disk_folder
 from mlx_server.kv_disk.slab import FORMAT_VERSION, Rounding, Space
 from mlx_server.kv_disk.store import smallest_slab
 from mlx_server.outputs import SchedulerOutput
@@ -46,11 +46,6 @@ _FINGERPRINTS = "fingerprints.json"
 _MAX_REMEMBERED = 1000
 _MAX_BYTES = 16 * 2**20
 _WEIGHTS_AND_CODE = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
-
-
-def disk_folder(settings: MemoryConfig) -> Path:
-    """The folder for prefixes, whether or not it exists."""
-    return expanded(settings.kv_disk_dir) if settings.kv_disk_dir else home() / "kv-disk"
 
 
 def open_configured(settings: MemoryConfig) -> KvDisk | None:

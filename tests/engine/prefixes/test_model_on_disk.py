@@ -16,7 +16,7 @@ import pytest
 
 from mlx_server.config import BLOCK_SIZE, MemoryConfig
 from mlx_server.engine.prefixes import model_on_disk
-from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, disk_folder, fingerprint, flush, open_configured
+from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, fingerprint, flush, open_configured
 from mlx_server.kv_disk.disk import ModelRecords
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import Space
@@ -86,13 +86,6 @@ def test_of_remembered_files_the_longest_known_are_forgotten(tmp_path: Path) -> 
     fingerprint(tmp_path, files)
     known = list(json.loads((tmp_path / "disk" / "fingerprints.json").read_bytes()))
     assert (len(known), known[0], "model.safetensors" in known[-1]) == (1000, "file 1", True)
-
-
-def test_the_folder_is_the_home_s_unless_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert disk_folder(MemoryConfig()) == tmp_path / "kv-disk"
-    assert disk_folder(MemoryConfig(kv_disk_dir="~/other")) == Path("/somewhere/other")
 
 
 def test_without_space_there_is_no_tier() -> None:
