@@ -56,6 +56,13 @@ def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mlx_server.api.auth.keys.home", lambda: tmp_path / "home")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def emulator_builds(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one worker compiles for the emulator, the others use; it goes with pytest's temporary folders."""
+    folder = tmp_path_factory.getbasetemp()
+    os.environ["EMULATOR_BUILDS"] = str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "emulator")
+
+
 @pytest.fixture(scope="session")
 def bundled_model() -> Path:
     """The folder of the bundled model in float32, for which MLX's own products are fast on a CPU. It is pulled the

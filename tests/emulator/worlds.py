@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
-import shutil
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +37,11 @@ def gpu() -> str | None:
 
 @functools.cache
 def toolchain() -> Toolchain:
-    """The session's compiler with its builds. Skips the test if the emulator cannot run."""
+    """The compiler, with the builds of all workers of this run. Skips the test if the emulator cannot run."""
     if sys.platform != "linux" or gpu() is not None:
         pytest.skip("the kernel emulator needs Linux and MLX on the CPU")
-    folder = tempfile.mkdtemp(prefix="mlx-serve-emulator-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        return Toolchain(Path(folder))
+        return Toolchain(Path(os.environ["EMULATOR_BUILDS"]))
     except LookupError as error:
         pytest.skip(str(error))
 
