@@ -26,11 +26,11 @@ def crowd(count: int, seed: int) -> list[Request]:
     ]
 
 
-@pytest.mark.slow
 @BOTH_MODES
-def test_five_hundred_requests_in_a_pool_of_eight_percent(is_async: bool) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.full)])
+def test_many_requests_in_a_pool_of_eight_percent(count: int, is_async: bool) -> None:
     """All finish, with the tokens that an unconstrained run gives (`check_tokens`: those of each alone)."""
-    requests = crowd(500, seed=8)
+    requests = crowd(count, seed=8)
     wanted = sorted((-(-request.max_total_tokens // 32) for request in requests), reverse=True)
     num_blocks = int(0.08 * sum(wanted[:64]))  # what 64 at once would want
     world = make_world(num_blocks, is_async=is_async)
@@ -44,17 +44,17 @@ def test_five_hundred_requests_in_a_pool_of_eight_percent(is_async: bool) -> Non
             world.now = waiting[0].arrival_s
     world.finish()
     world.check_tokens()
-    assert len(world.reasons) == 500
+    assert len(world.reasons) == count
     assert sum(map(len, world.tokens.values())) == sum(request.sampling.max_tokens or 0 for request in requests)
     assert world.scheduler.counters.num_preemptions > 0
 
 
-@pytest.mark.slow
 @BOTH_MODES
-def test_nothing_leaks_from_a_thousand_requests_with_random_aborts(is_async: bool) -> None:
+@pytest.mark.parametrize("count", [400, pytest.param(1000, marks=pytest.mark.full)])
+def test_nothing_leaks_from_many_requests_with_random_aborts(count: int, is_async: bool) -> None:
     rng = random.Random(5)
     world = make_world(num_blocks=60, is_async=is_async, max_num_seqs=24)
-    for request in crowd(1000, seed=6):
+    for request in crowd(count, seed=6):
         world.add(request)
         while world.scheduler.num_waiting > 20:
             world.step()
@@ -63,7 +63,7 @@ def test_nothing_leaks_from_a_thousand_requests_with_random_aborts(is_async: boo
                 assert world.scheduler.finish_request(rng.choice(alive))
     world.finish()
     world.check_tokens()
-    assert 0 < len(world.reasons) < 1000
+    assert 0 < len(world.reasons) < count
 
 
 @pytest.mark.parametrize("aging_rate", [0.1, 0.5])

@@ -9,11 +9,16 @@ import random
 
 import pytest
 
-from tests.engine_worlds import BACKENDS, answers, make_llm, plain_greedy, random_prompts
+from tests.engine_worlds import BACKENDS, NATIVE_BACKEND, answers, make_llm, plain_greedy, random_prompts
 from tests.tiny_models import ARCHITECTURES, SLIDING_WINDOW
 
 LENGTHS = (3, 31, 32, 33, 70, 150, 1, 64, 45)
 MAX_TOKENS = (40, 3, 17, 1, 25, 9, 33, 12, 5)
+
+IN_BOTH_MODES = pytest.mark.parametrize(
+    ("backend", "async_scheduling"), [*((backend, True) for backend in BACKENDS), (NATIVE_BACKEND, False)]
+)
+"""With the reference backend, one mode is enough: the scheduler does not know the backend."""
 
 pytestmark = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
@@ -26,8 +31,7 @@ def test_alone(architecture: str, backend: str) -> None:
         assert [answers(llm, [p], [30])[0] for p in prompts] == wanted
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@IN_BOTH_MODES
 def test_members_join_and_leave_at_different_steps(architecture: str, backend: str, async_scheduling: bool) -> None:
     prompts = random_prompts(LENGTHS)
     wanted = plain_greedy(architecture, prompts, MAX_TOKENS)
@@ -66,8 +70,7 @@ def test_prefix_hits(architecture: str, backend: str) -> None:
         assert llm.stats().num_prompt_tokens_computed == 101 + (120 - 96) + (140 - 96) + (101 - 96)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@IN_BOTH_MODES
 def test_forced_preemption(architecture: str, backend: str, async_scheduling: bool) -> None:
     """Eight requests want 3 to 5 blocks each, and there are 10."""
     rng = random.Random(7)

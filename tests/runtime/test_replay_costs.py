@@ -78,8 +78,15 @@ def test_temporaries_of_a_hybrid_take_no_more_than_is_booked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_cores", "num_elements"), [(16, 96), (80, 384)])
-@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-4-e2b"])
+@pytest.mark.parametrize(
+    ("model", "num_cores", "num_elements"),
+    [
+        ("llama-3-8b", 16, 96),
+        ("gemma-4-e2b", 80, 384),
+        pytest.param("llama-3-8b", 80, 384, marks=pytest.mark.full),
+        pytest.param("gemma-4-e2b", 16, 96, marks=pytest.mark.full),
+    ],
+)
 def test_exact_steps_take_no_more_than_is_booked(model: str, num_cores: int, num_elements: int) -> None:
     """Prompts are computed like decodes, whose partial results MLX keeps until a command buffer has ended."""
     most = booked(model, 2048, num_elements, num_cores)

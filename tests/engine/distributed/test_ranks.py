@@ -120,7 +120,7 @@ def test_the_end_of_one_rank_ends_all_streams_and_all_ranks(tmp_path: Path):
 @pytest.mark.parametrize(
     "architecture",
     [
-        "qwen3_moe",  # experts
+        pytest.param("qwen3_moe", marks=pytest.mark.full),  # experts
         "gpt_oss",  # experts, windows and sinks
         "qwen3_5",  # recurrent states
     ],

@@ -190,7 +190,7 @@ def deep(architecture: str) -> Subject:
     return Subject(architecture, config)
 
 
-CROWD = random_prompts((150, 61, 33, 170, 5), seed=3), (40, 12, 70, 9, 80)
+CROWD = random_prompts((150, 61, 33, 170, 5), seed=3), (20, 12, 35, 9, 40)
 
 
 @lru_cache(maxsize=1)

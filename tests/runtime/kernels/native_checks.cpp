@@ -1,5 +1,6 @@
 // The native CPU code without MLX and Python, held against plain sums in double: for machines that are only emulated.
-// Prints a line for each thing that is wrong; ends with status 0 if there is none.
+// Prints a line for each thing that is wrong; ends with status 0 if there is none. With an argument it tries fewer
+// numbers of rows: all up to 13, and those around 32, from which on rows are packed.
 
 #include <algorithm>
 #include <cmath>
@@ -84,7 +85,7 @@ Made make_weights(Storage storage, int64_t outputs, int64_t depth) {
   return made;
 }
 
-void check_products(Engine& engine) {
+void check_products(Engine& engine, bool tries_all) {
   const char* names[] = {"float32", "bfloat16", "8 bits", "4 bits"};
   for (const Storage storage : {Storage::kFloat32, Storage::kBfloat16, Storage::kAffine8, Storage::kAffine4}) {
     for (const auto& [outputs, depth] : {std::pair<int64_t, int64_t>{7, 32}, {130, 96}, {258, 320}, {37, 1152}, {9, 2176}}) {
@@ -102,6 +103,7 @@ void check_products(Engine& engine) {
       const std::string what = std::string("product of ") + names[int(storage)] + ", depth " + std::to_string(depth);
       expect(error(alone, want) < 1e-4 * std::sqrt(double(depth)), what);
       for (int64_t rows = 2; rows <= most; ++rows) {
+        if (!tries_all && rows > 13 && (rows < 31 || rows > 33)) continue;
         Numbers together(rows * outputs);
         multiply(engine, made.weights, x.data(), rows, together.data());
         const bool is_same = std::memcmp(together.data(), alone.data(), together.size() * 4) == 0;
@@ -236,9 +238,9 @@ void check_layer(Engine& engine) {
 
 }  // namespace
 
-int main() {
+int main(int count, char**) {
   Engine engine(2);
-  check_products(engine);
+  check_products(engine, count == 1);
   check_rows(engine);
   check_layer(engine);
   for (const int64_t window : {0, 20}) {

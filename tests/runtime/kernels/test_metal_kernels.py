@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -22,8 +24,18 @@ def shape_of(
     return DecodeShape(num_kv_heads * group, num_kv_heads, dim, value_dim or dim, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (4, 2, 3, 8, 1, 5, 6, 2, 3, 8), strict=True)))
+def every_dim_and_type() -> list[Any]:
+    """By default each size in one type and the common sizes in all; with `-m full` each in all, since every case is
+    several texts to compile."""
+    sizes = enumerate(zip(HEAD_DIMS, (4, 2, 3, 8, 1, 5, 6, 2, 3, 8), strict=True))
+    return [
+        pytest.param(dim, group, dtype, marks=() if dim in (64, 128) or turn == place % 3 else pytest.mark.full)
+        for place, (dim, group) in sizes
+        for turn, dtype in enumerate(DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype"), every_dim_and_type(), ids=str)
 def test_every_head_dim_and_type(dim: int, group: int, dtype: mx.Dtype) -> None:
     backend = make_backend()
     for contexts in BATCHES:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -86,7 +86,7 @@ def check_values(kernels: ProductKernels, form: Form, shape: ProductShape, num_r
     assert (np.abs(out - wide @ dense.T) <= allowed).all()
 
 
-def check_bits(kernels: ProductKernels, form: Form, shape: ProductShape, counts: range) -> None:
+def check_bits(kernels: ProductKernels, form: Form, shape: ProductShape, counts: Sequence[int]) -> None:
     """The rows of the last count, alone, in any number, in another order, and beside rows of NaN."""
     product, weights, x = kernels.of(form, shape), weights_like(shape), rows_like(shape, counts[-1])
     whole = bits_of(product(x, len(x), weights))
@@ -106,10 +106,10 @@ def test_is_the_product_with_the_dequantised_weight(form: Form, bits: int, group
 
 @kinds(FEW)
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(form: Form, bits: int, group: int, dtype: mx.Dtype) -> None:
-    """1 to 33 rows: every tile, and several of the largest. K is cut into four slices."""
+    """1 to 17 rows and 31 to 33: every tile, and several of the largest. K is cut into four slices."""
     shape = ProductShape(19, 2176, bits, group, dtype)
     assert Cut.of(shape, form).slices == 4
-    check_bits(shared_kernels(), form, shape, range(1, 34))
+    check_bits(shared_kernels(), form, shape, [*range(1, 18), 31, 32, 33])
 
 
 @pytest.mark.parametrize("form", Form)

@@ -3,6 +3,7 @@ time, where rows cost what they cost on GPUs."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import cache
@@ -44,10 +45,19 @@ def speedup(profile: str, num_streams: int, num_prompt_tokens: int, mix: DraftMi
     return plain.elapsed_s / drafted.elapsed_s
 
 
+LOADS = list(itertools.product(GPUS, (1, 4, 16), (64, 1500)))
+SOME_LOADS = [
+    *((gpu, *load) for gpu in ("m2-max", "m5-max") for load in ((1, 1500), (4, 64), (16, 64))),
+    *(("gpu", *load) for load in ((1, 64), (4, 1500), (16, 1500))),
+]
+"""Each GPU with each number of streams, and some with long prompts: those run by default, all with `-m full`."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_prompt_tokens", [64, 1500])
-@pytest.mark.parametrize("num_streams", [1, 4, 16])
-@pytest.mark.parametrize("profile", GPUS)
+@pytest.mark.parametrize(
+    ("profile", "num_streams", "num_prompt_tokens"),
+    [pytest.param(*load, marks=() if load in SOME_LOADS else pytest.mark.full) for load in LOADS],
+)
 def test_drafts_never_lose(profile: str, num_streams: int, num_prompt_tokens: int) -> None:
     """Whether they are always wrong, mostly, half, or hardly ever, or rarely found, or right for every other request
     only; including the tries that show it."""
