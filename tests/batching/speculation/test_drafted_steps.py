@@ -321,7 +321,8 @@ class LookingOracle(NgramDrafter):
         return self._oracle.propose(request, most)
 
 
-def test_ten_thousand_drafted_requests_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [3000, pytest.param(10_000, marks=pytest.mark.full)])
+def test_thousands_of_drafted_requests_leave_nothing_behind(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No block, slot for a state, grammar or history, after aborts in every state, preemptions and prefix hits."""
     monkeypatch.setattr(drafting, "choose_depths", always)
     rng = random.Random(5)
@@ -343,7 +344,7 @@ def test_ten_thousand_drafted_requests_leave_nothing_behind(monkeypatch: pytest.
             outputs = scheduler.update(runner.fetch())
             num_ended.update(one.finish_reason for one in outputs if one.finish_reason is not None)
 
-    for index in range(10_000):
+    for index in range(count):
         head = rng.choice((0, 3, 7, 33))
         prompt = [*range(head), index % 997, *range(rng.randrange(8))]
         constraint = CountedConstraint(rng.randrange(2, 12)) if index % 3 == 0 else None
@@ -363,10 +364,12 @@ def test_ten_thousand_drafted_requests_leave_nothing_behind(monkeypatch: pytest.
         turn()
 
     scheduler.check_integrity()
-    assert num_ended.total() == 10_000
-    assert min(num_ended[reason] for reason in (FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH)) > 1000
+    assert num_ended.total() == count
+    assert (
+        min(num_ended[reason] for reason in (FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH)) > count // 10
+    )
     assert scheduler.counters.num_preemptions > 100
-    assert speculation.counters.num_drafts > 10_000
+    assert speculation.counters.num_drafts > count
     assert 0 < speculation.counters.num_accepted_tokens < speculation.counters.num_draft_tokens
     blocks = scheduler.blocks
     assert blocks.num_free_blocks == blocks.num_blocks
@@ -377,7 +380,7 @@ def test_ten_thousand_drafted_requests_leave_nothing_behind(monkeypatch: pytest.
     assert not drafter._own
     gc.collect()
     assert len(CountedConstraint.alive) <= 1  # a queue may remember its head, which has left, until the next one comes
-    world.add(make_request("last"))  # has the runner forget the others
+    world.add(make_request("last", max_tokens=1))  # has the runner forget the others, and cannot draft
     world.finish()
     slots = states.tables._states
     assert set(states.tables._rows) <= {"last"}

@@ -57,7 +57,7 @@ def _metal_runner(bits: int | None, *, exact: bool) -> ModelRunner:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("bits", [4, pytest.param(None, marks=pytest.mark.full)])
 def test_steps_of_metal_kernels_give_a_request_the_same_bits_in_any_batch(
     bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
