@@ -91,7 +91,15 @@ def test_a_random_draft_model_changes_no_answer(num_blocks: int | None) -> None:
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize(("architecture", "speculate"), [("mamba2", "model"), ("qwen3_next", "auto")])
+@pytest.mark.parametrize(
+    ("architecture", "speculate"),
+    [
+        ("mamba2", "model"),
+        ("qwen3_next", "auto"),
+        pytest.param("mamba2", "auto", marks=pytest.mark.full),
+        pytest.param("qwen3_next", "model", marks=pytest.mark.full),
+    ],
+)
 def test_it_drafts_for_a_model_with_recurrent_state(architecture: str, speculate: str) -> None:
     """Of two likely tokens the models disagree on some; in a pool so small that requests are preempted."""
     subject, bias = Subject(architecture), {5: 30.0, 6: 30.0}

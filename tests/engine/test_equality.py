@@ -16,9 +16,14 @@ LENGTHS = (3, 31, 32, 33, 70, 150, 1, 64, 45)
 MAX_TOKENS = (40, 3, 17, 1, 25, 9, 33, 12, 5)
 
 IN_BOTH_MODES = pytest.mark.parametrize(
-    ("backend", "async_scheduling"), [*((backend, True) for backend in BACKENDS), (NATIVE_BACKEND, False)]
+    ("backend", "async_scheduling"),
+    [
+        *((backend, True) for backend in BACKENDS),
+        (NATIVE_BACKEND, False),
+        pytest.param("reference", False, marks=pytest.mark.full),
+    ],
 )
-"""With the reference backend, one mode is enough: the scheduler does not know the backend."""
+"""With the reference backend, one mode is enough by default: the scheduler does not know the backend."""
 
 pytestmark = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
