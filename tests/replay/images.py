@@ -97,12 +97,12 @@ def record_images(name: str, num_layers: int, num_steps: int = 3, *, traffic: Tr
     image = PromptImage(20, _NUM_TOKENS, b"image", {"image_grid_thw": _GRID}, config["model_type"] == "gemma3")
     with recording(lambda: models.build(config, sees=True), config["text_config"]["vocab_size"]) as recorder:
         runner, size = recorder.runner, config["text_config"]["hidden_size"]
-        runner.images = ImageEncoder(runner.forward._model, max_bytes=2**40)
+        runner.images = ImageEncoder(runner.forward.model, max_bytes=2**40)
         layers = len(config["vision_config"].get("deepstack_visual_indexes", ()))
         made = [models.zeros((_NUM_TOKENS, size), mx.bfloat16) for _ in range(1 + layers)]
         runner.images._encoded[image.digest] = EncodedImage(made[0], tuple(made[1:]))
         steps = [traffic.step(index, len(runner.cache.windows)) for index in range(num_steps)]
-        for module in runner.forward._model.modules():
+        for module in runner.forward.model.modules():
             if getattr(module, "position_selector", None) is not None:
                 module.fused_apply, module._compiled_apply = True, {}  # as on Metal
         with (

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.runtime.drafts.heads import FAMILIES, HeadBody, HeadFiles, HeadModel, _language_model, _link
+from mlx_server.runtime.drafts.heads import FAMILIES, HeadBody, HeadFiles, HeadModel, link_to, text_part
 from mlx_server.runtime.models.blueprint import build_blank
 
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072}
@@ -125,9 +125,9 @@ def build(config: dict[str, Any], bits: int | None = 4, *, sees: bool = False) -
 def build_head(config: dict[str, Any], model: nn.Module) -> HeadModel:
     """The multi-token-prediction head of `model`, built like `build(config)`."""
     files = HeadFiles(FAMILIES[config["model_type"]], config, {})
-    template, owner = build_blank(files.one_layer, mx.bfloat16), _language_model(model)
+    template, owner = build_blank(files.one_layer, mx.bfloat16), text_part(model)
     size, eps = owner.model.norm.weight.shape[0], owner.model.norm.eps
-    body = HeadBody(files.family, list(template.layers), size, eps, _link(owner))
+    body = HeadBody(files.family, list(template.layers), size, eps, link_to(owner))
     head = HeadModel(body, make_prompt_cache(template), config["model_type"])
     head.set_dtype(mx.bfloat16)
     packed: HeadModel = _packed(head, 4)

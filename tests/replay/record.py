@@ -66,7 +66,7 @@ def record(
             assert isinstance(backend, MetalBackend)
             backend.by_row = True
             backend._num_cores = num_cores
-            install_products(recorder.runner.forward._model, form_maker(ProductKernels.of_metal(), Form.VECTOR))
+            install_products(recorder.runner.forward.model, form_maker(ProductKernels.of_metal(), Form.VECTOR))
         num_groups = len(recorder.runner.cache.windows)
         return recorder.graph([traffic.step(index, num_groups) for index in range(num_steps)])
 
@@ -111,7 +111,7 @@ def record_drafting(
         target = _make_runner(models.build(config), vocab_size, num_blocks, None)
         feed = None
         if draft_config is None:
-            head = models.build_head(config, target.forward._model)
+            head = models.build_head(config, target.forward.model)
             draft = _make_runner(head, vocab_size, num_blocks, None)
             with _untried():
                 states = HiddenStates(target.cache.backend.make_rows, 4, config["hidden_size"], mx.bfloat16)
