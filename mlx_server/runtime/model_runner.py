@@ -262,6 +262,8 @@ class ModelRunner:
             self._tables.add(data.request_id)
             self.sampler.add(data)
             self._pooler.add(data)
+            if self.hidden_states is not None and data.sampling.speculate:
+                self.hidden_states.add(data.request_id)
             if self.images is not None:
                 self.images.add(data)
             if data.adapter is not None:

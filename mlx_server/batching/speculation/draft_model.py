@@ -88,7 +88,7 @@ class DraftModel:
             self._release(follower)
 
     def on_chunk(self, chunk: ScheduledChunk) -> None:
-        """A step of the target model computes the chunk."""
+        """A step of the target model computes the chunk, of a request that may draft."""
 
     # --- a burst --------------------------------------------------------------------------------------------
 

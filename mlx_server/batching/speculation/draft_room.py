@@ -65,7 +65,8 @@ class DraftRoom:
         self._table.undecided.update(step.drafts)
         if (model := self._speculation.model) is not None:
             for chunk in step.chunks:
-                model.on_chunk(chunk)
+                if step.requests[chunk.request_id].sampling.speculate:
+                    model.on_chunk(chunk)
 
     def waits(self) -> bool:
         """Whether the next step should not be composed before the result of the running one is known: if the running

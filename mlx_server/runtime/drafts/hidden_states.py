@@ -21,8 +21,8 @@ class KeptRows(NamedTuple):
 
 
 class HiddenStates:
-    """A ring of `num_held` slots for each of the first `num_requests` requests that run: the state of position p is in
-    the request's slot p % num_held until the state of p + num_held replaces it. MLX thread only."""
+    """A ring of `num_held` slots for each of the first `num_requests` requests that run and may draft: the state of
+    position p is in the request's slot p % num_held until the state of p + num_held replaces it. MLX thread only."""
 
     are_last = True
     """Whether these are what the model's output matrix reads."""
@@ -33,6 +33,7 @@ class HiddenStates:
         self._rows = make_rows((num_requests * num_held, size), dtype)
         self._num_held = num_held
         self._dtype = dtype
+        self._may_draft: set[str] = set()
         self._places: dict[str, int] = {}
         self._free = list(range(num_requests))
         self.num_bytes = num_requests * num_held * size * dtype.size
@@ -49,8 +50,9 @@ class HiddenStates:
         300 % 256 = 44, 256 + 2, 256 + 3, ..., 256 + 255, 256 + 0, 256 + 1.
         """
         for chunk in chunks:
-            if chunk.request_id not in self._places and self._free:
-                self._places[chunk.request_id] = self._free.pop()
+            request_id = chunk.request_id
+            if request_id not in self._places and request_id in self._may_draft and self._free:
+                self._places[request_id] = self._free.pop()
         kept = [index for index, chunk in enumerate(chunks) if chunk.request_id in self._places]
         chunks = [chunks[index] for index in kept]
         if not chunks:
@@ -80,8 +82,13 @@ class HiddenStates:
         ends = [chunk.hidden_offset + chunk.start + chunk.num_tokens for chunk in chunks]
         return self._rows.read(self._slots(chunks, counts, np.repeat(ends, counts) - _counted_down(counts)))
 
+    def add(self, request_id: str) -> None:
+        """A request that may draft begins to run."""
+        self._may_draft.add(request_id)
+
     def drop(self, request_id: str) -> None:
         """Forgets a request; unknown ones are ignored."""
+        self._may_draft.discard(request_id)
         place = self._places.pop(request_id, None)
         if place is not None:
             self._free.append(place)

@@ -332,6 +332,8 @@ def test_what_cannot_be_fetched_is_reported_and_leaves_nothing(hub: _Hub, tmp_pa
 def test_hidden_states_are_read_where_they_were_written() -> None:
     """Of the last positions of each request, whatever lies between two chunks."""
     states = HiddenStates(PlainRows.zeros, 2, 1, mx.float32)
+    for name in "ab":
+        states.add(name)
 
     def chunk(name: str, start: int, end: int, offset: int = 0) -> ScheduledChunk:
         return ScheduledChunk(name, start, end - start, None, (), True, 0, hidden_offset=offset)
