@@ -14,11 +14,11 @@ from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
 
 
 class LayerTaps:
-    """The outputs of some layers in the forward pass after `open`. A layer's class is replaced by a subclass of it,
-    until `remove`. MLX thread only."""
+    """The outputs of some `layers` of a model in the forward pass after `open`. A layer's class is replaced by a
+    subclass of it, until `remove`. MLX thread only."""
 
-    def __init__(self, layers: Sequence[Any], layer_ids: Sequence[int]) -> None:
-        self._layers = [layers[layer_id] for layer_id in layer_ids]
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
         self._outputs: dict[int, list[mx.array]] = {}
         self._is_open = False
         for place, layer in enumerate(self._layers):
@@ -36,9 +36,11 @@ class LayerTaps:
         columns = [self._outputs[place] for place in range(len(self._layers))]
         self._outputs, self._is_open = {}, False
         # A model that runs by group is called once for each, in the order of their rows.
-        outputs = mx.concatenate([parts[0] if len(parts) == 1 else mx.concatenate(parts) for parts in columns], axis=-1)
-        is_all = list(rows) == list(range(outputs.shape[0]))
-        return outputs if is_all else outputs[mx.array(list(rows), dtype=mx.int32)]
+        outputs = [parts[0] if len(parts) == 1 else mx.concatenate(parts) for parts in columns]
+        if list(rows) != list(range(outputs[0].shape[0])):
+            taken = mx.array(list(rows), dtype=mx.int32)
+            outputs = [output[taken] for output in outputs]
+        return mx.concatenate(outputs, axis=-1)
 
     def remove(self) -> None:
         """Restores the layers."""
@@ -70,13 +72,13 @@ def _tapped(kind: type[Any]) -> type[Any]:
 
 
 class FeatureStates(HiddenStates):
-    """As `HiddenStates`, for features: `project` makes them, `[R, D]`, of the outputs of the tapped layers."""
+    """As `HiddenStates`, for features: `project` makes them, `[R, D]`, of the outputs of `layers`."""
 
     are_last = False
 
     def __init__(
         self,
-        taps: LayerTaps,
+        layers: Sequence[Any],
         project: Callable[[mx.array], mx.array],
         make_rows: MakeRows,
         num_requests: int,
@@ -84,8 +86,8 @@ class FeatureStates(HiddenStates):
         dtype: mx.Dtype,
     ) -> None:
         super().__init__(make_rows, num_requests, size, dtype, HELD_FEATURES)
-        self._taps = taps
         self._project = project
+        self._taps = LayerTaps(layers)  # last: an error before leaves the model as it was
 
     def plan(self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]) -> KeptRows:
         self._taps.open()
