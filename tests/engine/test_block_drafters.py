@@ -19,9 +19,10 @@ from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_FEATURES, EngineStats, ModelRunnerOutput, ScheduledChunk
 from mlx_server.runtime.drafts.block_drafter import load_block_drafter
+from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
-from mlx_server.runtime.models.loader import exhaust
+from mlx_server.runtime.models.loader import exhaust, load_in_pieces
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.block_drafters import (
@@ -241,7 +242,8 @@ def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
         ({"vocab_size": 400}, "vocab_size is 400, the model has 320"),
         ({"block_size": 1}, "block_size is 1"),
         ({"intermediate_size": 40}, "shape"),
-        ({"rope_is_neox_style": False}, "another kind"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style"),
+        ({"sample_from_anchor": True}, "sample_from_anchor"),
         ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id 320"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}}, "target_layer_ids"),
         ({"dflash_config": {}}, "its config.json has no target_layer_ids"),
@@ -290,10 +292,53 @@ def test_features_are_kept_of_a_quarter_of_the_requests(tmp_path: Path) -> None:
 
 def _counted(target: str, sampling: list[SamplingParams], **settings: Any) -> tuple[list[tuple[int, ...]], int]:
     with LLM(target, max_model_len=128, num_kv_blocks=40, max_num_seqs=4, **settings) as llm:
-        prompts = random_prompts((20, 21, 22, 23, 24))
+        prompts = random_prompts((20, 21, 22, 23, 24)[: len(sampling)])
         return [
             one.token_ids for one in llm.generate(prompts, sampling, use_tqdm=False)
         ], llm.stats().num_accepted_tokens
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_no_features_are_kept_of_requests_that_do_not_draft(tmp_path: Path) -> None:
+    """They leave the room to others, which come later."""
+    target, drafter = simple_folders(tmp_path, "dflash")
+    sampling = [
+        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, speculate=speculate)
+        for speculate in (False, False, False, True)
+    ]
+    plain, _ = _counted(target, sampling, speculate="off")
+    drafted, accepted = _counted(target, sampling, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert accepted > 30
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_a_drafter_drafts_in_a_context_longer_than_its_own(tmp_path: Path) -> None:
+    """Its positions count from the first feature that it has read."""
+    target, drafter = simple_folders(tmp_path, "dflash")
+    path = Path(drafter) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 256}))
+    (prompt,) = random_prompts((400,))
+    asked = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=512) as llm:
+        for token_ids in (prompt, [*prompt, 5]):  # all but the end of the second is cached
+            llm.generate([token_ids], asked, use_tqdm=False)
+        stats = llm.stats()
+    assert stats.num_accepted_tokens > 20
+
+
+def test_a_failed_load_leaves_a_given_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter, _, _ = folders(tmp_path, "dflash")
+    model = exhaust(load_in_pieces(target, Path(target), "auto"))
+    given = exhaust(load_block_drafter("drafter", Path(drafter), model, "auto"))
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError("no room for features")
+
+    monkeypatch.setattr(HiddenStates, "__init__", no_memory)
+    with pytest.raises(MemoryError, match="no room"):
+        LLM(model, speculate="model", draft_model=given, max_model_len=128, num_kv_blocks=8)
+    assert not any(isinstance(layer, _Tapped) for layer in model.model.layers)
 
 
 def test_where_the_rows_of_blocks_are() -> None:

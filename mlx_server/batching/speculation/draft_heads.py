@@ -145,7 +145,7 @@ class HeadDrafts(DraftModel):
             if follower is None:
                 return False
             self._followers[request_id] = follower
-        return self._is_within(request)
+        return self._is_within(follower.shadow)
 
     def _begin(self, request: Request, first_held: int) -> _HeadFollower | None:
         """A follower from an earlier `first`, if the head has its pairs up to the hidden states that are held,

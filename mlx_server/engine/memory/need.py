@@ -307,7 +307,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
     else:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if is_block_drafter(described):
-            described = {**described, "model_type": "qwen3", "dflash_config": None}
+            described = {"tie_word_embeddings": True, **described, "model_type": "qwen3", "dflash_config": None}
             held = num_with_features(config.scheduler.max_num_seqs) * HELD_FEATURES
             held *= _first_size(described, "hidden_size")
         paths = sorted(folder.glob("model*.safetensors"))

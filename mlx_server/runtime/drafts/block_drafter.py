@@ -39,6 +39,9 @@ _IN_ITS_OWN_PLACE = (
     *("selector_rank", "selector_top_k", "causal"),
 )
 
+_ONLY = (("rope_is_neox_style", True), ("attention_sink_bias", False), ("sample_from_anchor", False))
+"""Settings that would need other code, and the values that do not."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
@@ -68,8 +71,9 @@ class BlockShape:
         plain = qwen3.ModelArgs.from_dict({"tie_word_embeddings": True, **given})
         kinds = given.get("layer_types") or [""] * plain.num_hidden_layers
         layer_ids = tuple(int(layer_id) for layer_id in given["target_layer_ids"])
-        if given.get("rope_is_neox_style", True) is not True or own.get("attention_sink_bias"):
-            raise ValueError("its attention is of another kind than Qwen3's")
+        for name, known in _ONLY:
+            if given.get(name, known) != known or own.get(name, known) != known:
+                raise ValueError(f"its {name} is {own.get(name, given.get(name))}, which is not supported")
         return cls(
             plain=plain,
             windows=tuple(int(given["sliding_window"]) if kind == _SLIDING else None for kind in kinds),
