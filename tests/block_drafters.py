@@ -25,8 +25,8 @@ _SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "se
 
 
 def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The config.json of a drafter for a model with the configuration `target`. The `kind` is "dflash", "dflash, causal
-    and sliding" or "dflash2"."""
+    """The config.json of a drafter for a model with the configuration `target`. The `kind` is "dflash", perhaps with
+    ", causal and sliding" or ", own embeddings", or "dflash2"."""
     text = target.get("text_config") or target
     layers = [layer for layer in LAYERS if layer < text["num_hidden_layers"]]
     own: dict[str, Any] = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": layers}

@@ -57,14 +57,20 @@ def folders(path: Path, kind: str, architecture: str = "qwen3") -> tuple[str, st
     model, config = tiny_model(architecture)
     own = drafter_config(kind, dict(config))
     drafter = their_drafter(own)
+    if "own embeddings" in kind:
+        drafter.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
     path.mkdir(exist_ok=True)
     target = save_model_folder(model, dict(config), path / "model", byte_tokenizer())
     return str(target), save_drafter(path / "drafter", own, drafter), model, drafter
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize("kind", _KINDS)
-def test_drafts_are_those_of_mlx_vlm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [*((kind, "qwen3") for kind in _KINDS), ("dflash, own embeddings", "llama")]
+)
+def test_drafts_are_those_of_mlx_vlm(
+    kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After each step of several requests at a time, whatever was right before; prompts of several chunks."""
     drafts: list[tuple[list[int], tuple[int, ...]]] = []
     take = BlockDrafts.take
@@ -76,7 +82,7 @@ def test_drafts_are_those_of_mlx_vlm(kind: str, tmp_path: Path, monkeypatch: pyt
             drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
 
     monkeypatch.setattr(BlockDrafts, "take", watched)
-    target, drafter, model, theirs = folders(tmp_path, kind)
+    target, drafter, model, theirs = folders(tmp_path, kind, architecture)
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     with LLM(target, speculate="model", draft_model=drafter, max_model_len=256, max_draft_tokens=5) as llm:
         llm.generate(_PROMPTS, sampling, use_tqdm=False)

@@ -10,9 +10,9 @@ token, and a mask in place of each token to draft. All rows of a block see each 
     block     token 40, mask, mask, mask    at positions 40 to 43
     drafts    41, 42, 43                    from the rows of the masks
 
-Embedding and output matrix are the model's. In DFlash 2, a convolution over the earlier rows of a block stands before
-and after attention and MLP; its kernel depends on the row. And of the most likely tokens of each row, the one that best
-follows the draft before it is chosen (`CandidateSelector`).
+Embedding and output matrix are the model's; some drafters have embeddings of their own. In DFlash 2, a convolution over
+the earlier rows of a block stands before and after attention and MLP; its kernel depends on the row. And of the most
+likely tokens of each row, the one that best follows the draft before it is chosen (`CandidateSelector`).
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ class CandidateSelector(nn.Module):  # type: ignore[misc]
 class BlockBody(nn.Module):  # type: ignore[misc]
     """A drafter before the output matrix."""
 
-    def __init__(self, shape: BlockShape, link: BlockLink) -> None:
+    def __init__(self, shape: BlockShape, link: BlockLink, *, embeds: bool = False) -> None:
+        """Without `embeds`, it has the model's embeddings."""
         super().__init__()
         size, eps = shape.plain.hidden_size, shape.plain.rms_norm_eps
         self.fc = nn.Linear(len(shape.target_layer_ids) * size, size, bias=False)
@@ -262,6 +263,8 @@ class BlockBody(nn.Module):  # type: ignore[misc]
         self.norm = nn.RMSNorm(size, eps=eps)
         if shape.selector_rank:
             self.candidate_selector = CandidateSelector(shape)
+        if embeds:
+            self.embed_tokens = nn.Embedding(shape.plain.vocab_size, size)
         self.shape = shape
         self.link = link
 
@@ -272,7 +275,8 @@ class BlockBody(nn.Module):  # type: ignore[misc]
             for layer, own in zip(self.layers, cache, strict=True):
                 layer.store(features, own)
             return mx.zeros_like(features)
-        x = link.embed(ids if rows is None else ids[rows.blocks]) * link.scale
+        embed = self.embed_tokens if "embed_tokens" in self else link.embed
+        x = embed(ids if rows is None else ids[rows.blocks]) * link.scale
         for layer, own in zip(self.layers, cache, strict=True):
             x = layer(x, features, rows, own)
         hidden: mx.array = self.norm(x)
@@ -327,12 +331,13 @@ def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> Bloc
     _check_fit(shape, target)
     owner = text_part(target.model)
     own = link_to(owner)
-    scale = shape.input_scale * float(getattr(getattr(owner, body_name(owner)), "embed_scale", 1.0))
-    link = BlockLink(own.embed, own.output, own.last_norm, scale=scale)
-    model = BlockModel(BlockBody(shape, link), str(config["model_type"]))
     weights: dict[str, mx.array] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         weights |= {_own_name(name): array for name, array in cast("dict[str, mx.array]", mx.load(str(path))).items()}
+    embeds = "embed_tokens.weight" in weights
+    scale = 1.0 if embeds else float(getattr(getattr(owner, body_name(owner)), "embed_scale", 1.0))
+    link = BlockLink(own.embed, own.output, own.last_norm, scale=shape.input_scale * scale)
+    model = BlockModel(BlockBody(shape, link, embeds=embeds), str(config["model_type"]))
     quantize_as_stored(model, config.get("quantization"), weights)
     model.model.load_weights(list(weights.items()))
     if is_gpu():
