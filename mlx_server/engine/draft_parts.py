@@ -28,7 +28,7 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import num_with_features
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.drafts.block_drafter import BlockModel, load_block_drafter
-from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, load_head, text_part
+from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, layers_of, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import FeatureStates
 from mlx_server.runtime.drafts.runner import BlockFeed, DraftingRunner, HeadFeed
@@ -237,7 +237,7 @@ def _feed(head: HeadModel | BlockModel, target: ModelRunner, num_requests: int) 
     (size,), dtype = body.hidden_norm.weight.shape, body.hidden_norm.weight.dtype
     if isinstance(head, HeadModel):
         return HeadFeed(body.link, HiddenStates(make_rows, num_requests, size, dtype))
-    layers = text_part(target.forward.model).layers
+    layers = layers_of(target.forward.model)
     tapped = [layers[layer_id] for layer_id in body.shape.target_layer_ids]
     states = FeatureStates(tapped, body.features, make_rows, num_with_features(num_requests), size, dtype)
     return BlockFeed(body, states)

@@ -123,8 +123,9 @@ def test_random_drafters_change_no_answer(kind: str, architecture: str, tmp_path
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "jamba"])
-def test_a_drafter_reads_layers_with_recurrent_state(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "jamba", "gemma4", "kimi_k25"])
+def test_a_drafter_reads_layers_of_any_kind(architecture: str, tmp_path: Path) -> None:
+    """With recurrent state, with results besides the hidden states, or deep inside the model."""
     config = stored_config(config_of(architecture))
     model = build_random(config, 0)
     target = str(save_model_folder(model, config, tmp_path / "model", byte_tokenizer()))

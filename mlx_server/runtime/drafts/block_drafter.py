@@ -28,7 +28,7 @@ from mlx_lm.models import base, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.drafts.heads import HeadLink, body_name, link_to, quantize_as_stored, text_part
+from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, quantize_as_stored, text_part
 from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
@@ -354,7 +354,7 @@ def _check_fit(shape: BlockShape, target: LoadedModel) -> None:
     """Raises `ValueError` unless the drafter was made for a model of these sizes."""
     sizes = {
         "hidden_size": (shape.plain.hidden_size, target.setting("hidden_size", "dim", "n_embd")),
-        "num_target_layers": (shape.num_target_layers, len(text_part(target.model).layers)),
+        "num_target_layers": (shape.num_target_layers, len(layers_of(target.model))),
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
     }
     for name, (wanted, found) in sizes.items():

@@ -193,6 +193,12 @@ def text_part(model: Any) -> Any:
     return next(one for one in (getattr(model, "language_model", None), model) if isinstance(one, nn.Module))
 
 
+def layers_of(model: Any) -> Any:
+    """The layers of its `text_part`."""
+    owner = text_part(model)
+    return (owner if hasattr(owner, "layers") else owner[body_name(owner)]).layers
+
+
 def link_to(owner: Any) -> HeadLink:
     """The link to a model's modules, which are looked up at each call, because they may have been replaced. `owner` is
     its `text_part`."""
