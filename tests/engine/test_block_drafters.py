@@ -266,6 +266,20 @@ def test_a_drafter_of_another_model_is_refused(change: dict[str, Any], message: 
     assert active_bytes() <= before
 
 
+@pytest.mark.parametrize("architecture", ["iquestloopcoder", "nanbeige"])
+def test_a_model_that_runs_its_layers_in_a_way_of_its_own_has_no_features(architecture: str, tmp_path: Path) -> None:
+    """The code of one model uses the parts of its layers, that of the other calls each layer twice."""
+    config = stored_config(config_of(architecture))
+    target = str(save_model_folder(build_random(config, 0), config, tmp_path / "model", byte_tokenizer()))
+    own = drafter_config("dflash", config)
+    drafter = save_drafter(tmp_path / "drafter", own, their_drafter(own))
+    with (
+        pytest.raises(ModelLoadError, match="does not call each of its layers once"),
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128, num_kv_blocks=8) as llm,
+    ):
+        llm.generate(_PROMPTS[:1], _SAMPLING[0], use_tqdm=False)
+
+
 def test_a_drafter_alone_is_no_model(tmp_path: Path) -> None:
     _, drafter, _, _ = folders(tmp_path, "dflash")
     with pytest.raises(ModelLoadError, match="only drafts for another model"):

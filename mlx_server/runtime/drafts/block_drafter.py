@@ -29,6 +29,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, quantize_as_stored, text_part
+from mlx_server.runtime.drafts.layer_taps import calls_each_once
 from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
@@ -351,10 +352,11 @@ def _own_name(name: str) -> str:
 
 
 def _check_fit(shape: BlockShape, target: LoadedModel) -> None:
-    """Raises `ValueError` unless the drafter was made for a model of these sizes."""
+    """Raises `ValueError` unless the drafter was made for a model of these sizes, whose layers can be read."""
+    layers = layers_of(target.model)
     sizes = {
         "hidden_size": (shape.plain.hidden_size, target.setting("hidden_size", "dim", "n_embd")),
-        "num_target_layers": (shape.num_target_layers, len(layers_of(target.model))),
+        "num_target_layers": (shape.num_target_layers, len(layers)),
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
     }
     for name, (wanted, found) in sizes.items():
@@ -364,3 +366,5 @@ def _check_fit(shape: BlockShape, target: LoadedModel) -> None:
         raise ValueError(f"its block_size is {shape.block_size} and its mask_token_id {shape.mask_token_id}")
     if max(shape.target_layer_ids) >= shape.num_target_layers or min(shape.target_layer_ids) < 0:
         raise ValueError(f"its target_layer_ids are {list(shape.target_layer_ids)}")
+    if not calls_each_once(target.model, [layers[layer_id] for layer_id in shape.target_layer_ids]):
+        raise ValueError("the model's code does not call each of its layers once, so they have no outputs to read")

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.outputs import HELD_FEATURES, ScheduledChunk
 from mlx_server.runtime.cache.row_pool import MakeRows
@@ -31,6 +32,11 @@ class LayerTaps:
         self._outputs = {place: [] for place in range(len(self._layers))}
         self._is_open = True
 
+    @property
+    def have_one_each(self) -> bool:
+        """Whether each layer was called once since `open`."""
+        return all(len(parts) == 1 for parts in self._outputs.values())
+
     def take(self, rows: Sequence[int]) -> mx.array:
         """The outputs `[len(rows), layers * D]` for rows of the batch, lazy."""
         columns = [self._outputs[place] for place in range(len(self._layers))]
@@ -53,6 +59,17 @@ class LayerTaps:
         if self._is_open:
             hidden: mx.array = output[0] if isinstance(output, tuple) else output
             self._outputs[place].append(hidden.reshape(-1, hidden.shape[-1]))
+
+
+def calls_each_once(model: Any, layers: Sequence[Any]) -> bool:
+    """Whether a call of the model calls each of `layers` once, so that their outputs are features. Computes nothing."""
+    taps = LayerTaps(layers)
+    try:
+        taps.open()
+        model(mx.array([[0]]), cache=make_prompt_cache(model))
+        return taps.have_one_each
+    finally:
+        taps.remove()
 
 
 class _Tapped:
