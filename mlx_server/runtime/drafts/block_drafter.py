@@ -34,11 +34,6 @@ from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
 _SLIDING = "sliding_attention"
-_IN_ITS_OWN_PLACE = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "final_logit_softcapping"),
-    *("input_embedding_scale", "output_multiplier", "conv_kernel_size", "conv_group_size"),
-    *("selector_rank", "selector_top_k", "causal"),
-)
 
 _ONLY = (("rope_is_neox_style", True), ("attention_sink_bias", False), ("sample_from_anchor", False))
 """Settings that would need other code, and the values that do not."""
@@ -67,14 +62,13 @@ class BlockShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BlockShape:
         """Raises `KeyError`, `TypeError` or `ValueError` for a configuration of another kind."""
-        own = config["dflash_config"]
-        given = {**config, **{name: own[name] for name in _IN_ITS_OWN_PLACE if name in own}}
+        given = {**config, **config["dflash_config"]}
         plain = qwen3.ModelArgs.from_dict({"tie_word_embeddings": True, **given})
         kinds = given.get("layer_types") or [""] * plain.num_hidden_layers
         layer_ids = tuple(int(layer_id) for layer_id in given["target_layer_ids"])
         for name, known in _ONLY:
-            if given.get(name, known) != known or own.get(name, known) != known:
-                raise ValueError(f"its {name} is {own.get(name, given.get(name))}, which is not supported")
+            if given.get(name) not in (None, known):
+                raise ValueError(f"its {name} is {given[name]}, which is not supported")
         return cls(
             plain=plain,
             windows=tuple(int(given["sliding_window"]) if kind == _SLIDING else None for kind in kinds),
