@@ -66,8 +66,9 @@ class HiddenStates:
     def keep(self, kept: KeptRows, hidden: mx.array | None) -> None:
         """Stores the states of planned rows after the forward pass, in which `hidden` `[R, D]` begins with theirs if
         `are_last`."""
-        assert hidden is not None, "the rows were asked for"
-        self.write(kept, hidden[: len(kept.rows)])
+        if kept.rows:
+            assert hidden is not None, "the rows were asked for"
+            self.write(kept, hidden[: len(kept.rows)])
 
     def close(self) -> None:
         """The model is used without a drafter from now on."""
