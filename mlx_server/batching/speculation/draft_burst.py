@@ -55,6 +55,7 @@ def choose_burst(
 
     If `is_one_step`, the burst is one step of the draft model, whatever the number of tokens: in the example, four take
     48 ms, and 70 tokens a second.
+
     Rows that are computed again after a wrong draft count as in `choose_depths`.
     """
     names = sorted(rates, key=lambda name: -rates[name])
