@@ -91,10 +91,10 @@ class BlockShape:
 class BlockRows:
     """Which of a step's T rows are features and which belong to blocks.
 
-        blocks   [B]     the rows of blocks
-        order    [T]     the place of each row in features and blocks, one after the other
-        places   [B]     the place of each of these rows in its block, 0 for the last known token
-        anchors  [R]     the last known token of each request with a block
+    blocks   [B]     the rows of blocks
+    order    [T]     the place of each row in features and blocks, one after the other
+    places   [B]     the place of each of these rows in its block, 0 for the last known token
+    anchors  [R]     the last known token of each request with a block
     """
 
     blocks: mx.array
