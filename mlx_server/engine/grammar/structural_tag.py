@@ -75,12 +75,14 @@ class LarkWriter:
             expressions.append(self.rule("TEXT", " | ".join(map(json.dumps, plain))))
         return alternatives(expressions)
 
-    def begins_with_added_token(self, text: str) -> bool:
-        return self._added.match(text) is not None
+    def first_token(self, text: str) -> str:
+        """The added token with which `text` begins; empty if there is none."""
+        found = self._added.match(text)
+        return "" if found is None else found[0]
 
     def text_until(self, end: str, text: str = ANY_TEXT) -> str:
         """Matches `text` up to the first `end`, and that `end`."""
-        if self.begins_with_added_token(end):
+        if self.first_token(end):
             return f"{self.rule('TEXT', text)} {self.literal(end)}"
         return self.rule("text[lazy]", f"{text} {self.literal(end)}")
 

@@ -39,6 +39,10 @@ class Parameter:
         """Whether the type of the value is written, too."""
         return "{type}" in self.before
 
+    def begin(self, key: str, kind: str) -> str:
+        """`before` for a value of JSON's type `kind`."""
+        return self.before.format(key=key, type="number" if kind == "integer" else kind)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
@@ -117,7 +121,7 @@ _GLM = ToolFormat(
 
 FORMATS = {
     "json_tools": _JSON_TAGS,
-    "longcat": replace(_JSON_TAGS, head=None, fails_when_cut=False),
+    "longcat": replace(_JSON_TAGS, fails_when_cut=False),
     "llama3_json": ToolFormat(
         before=' {json_name}, "parameters": ',
         after="}",

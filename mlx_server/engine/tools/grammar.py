@@ -29,7 +29,7 @@ from mlx_server.engine.grammar.structural_tag import (
 )
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
-from mlx_server.engine.tools.notations import UNENFORCED, NotationWriter, unenforced
+from mlx_server.engine.tools.notations import CONDITIONS, TEXT_KEYWORDS, UNENFORCED, NotationWriter, unenforced
 from mlx_server.engine.tools.tagged_json import held_schema
 from mlx_server.engine.tools.texts import (
     ANY,
@@ -37,10 +37,9 @@ from mlx_server.engine.tools.texts import (
     can_hold,
     fits,
     fitting,
-    text_keywords,
     without,
 )
-from mlx_server.engine.tools.values import ALL_KINDS, TEXT, Arguments, TypeResolver, ValueTypes
+from mlx_server.engine.tools.values import ALL_KINDS, TEXT, Arguments, TypeResolver, ValueTypes, keywords
 from mlx_server.errors import InvalidRequestError
 
 
@@ -60,10 +59,7 @@ _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
 _ANNOTATIONS = ("title", "description", "default", "examples")
-_OF_ARGUMENTS = (
-    *("anyOf", "oneOf", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
-    *("minProperties", "maxProperties", "propertyNames"),
-)
+_OF_ARGUMENTS = ("anyOf", "oneOf", *CONDITIONS, "minProperties", "maxProperties", "propertyNames")
 """Only enforced where the arguments are JSON, if they say which of a function's arguments there may be."""
 _WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
@@ -252,7 +248,7 @@ class _CallGrammar:
     def _listed(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """The schema with all its arguments in `properties`. Notes what it says of them besides."""
         arguments = Arguments(schema)
-        self.free_keywords |= arguments.keywords.intersection(_OF_ARGUMENTS)
+        self.free_keywords |= keywords(schema, schema).intersection(_OF_ARGUMENTS)
         return {**schema, "properties": arguments.schemas, "required": sorted(arguments.required)}
 
     def _unwritable(self, what: str, where: str) -> InvalidRequestError:
@@ -290,12 +286,13 @@ class _CallGrammar:
                 types = ValueTypes(ALL_KINDS)
             else:
                 values.append((group[0], value))
-        if "string" in types.kinds and (text := self._text(schema, types, arguments, parameter)) is not None:
-            values.insert(0, ("string", text))
+        if "string" in types.kinds:
+            self.free_keywords |= keywords(schema, arguments.root).intersection(CONDITIONS)
+            if (text := self._text(schema, types, arguments, parameter)) is not None:
+                values.insert(0, ("string", text))
         written: dict[str, list[str]] = {}  # values by what precedes them
         for kind, value in values:
-            before = parameter.before.format(key=key, type="number" if kind == "integer" else kind)
-            written.setdefault(before, []).append(value)
+            written.setdefault(parameter.begin(key, kind), []).append(value)
         literal = self._writer.literal
         choices = [f"{literal(before)} {alternatives(group)}" for before, group in written.items()]
         return alternatives(choices) if choices else None
@@ -309,14 +306,19 @@ class _CallGrammar:
         return arguments.written[given]
 
     def _new_json(self, schema: Mapping[str, Any], root: Any, kinds: list[str], after: str) -> str | None:
-        ends = tuple(filter(None, (after.strip(), self._parser.end)))
-        whole = held_schema({**schema, "type": kinds}, root, ends, self._room)
+        whole = held_schema({**schema, "type": kinds}, root, self._ends(after), self._room)
         if whole is None:
             self._room -= self._room // 8  # the attempt took time, and there may be many
             return None
         self._room -= len(json.dumps(whole))
         expression = json_expression(whole, self._json_options)
         return self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
+
+    def _ends(self, after: str) -> Sequence[str]:
+        """What a parser may read as the end of the argument before `after`: any closing, if all begin with one
+        token."""
+        ends = filter(None, (after.strip(), self._parser.end))
+        return list(dict.fromkeys(self._writer.first_token(end) or end for end in ends))
 
     def _any_of(self, texts: Sequence[str], after: str) -> str:
         return self._writer.rule(
@@ -343,17 +345,17 @@ class _CallGrammar:
             except ValueError:  # llguidance cannot hold it
                 if self._has_pattern:
                     return self._writer.rule("STRING", content)  # refused, when all is compiled
-                self.free_keywords |= text_keywords(schema, arguments.root)
+                self.free_keywords |= arguments.text_keywords(schema)
                 arguments.written[content] = self._of_content(terminal(ANY), parameter)
         return arguments.written[content]
 
     def _fitting(self, texts: tuple[str, ...], schema: Any, arguments: _TaggedArguments) -> tuple[str, ...]:
         """Those of the only texts that fit what else the schema says of texts; all if that is too much to write."""
-        keywords = text_keywords(schema, arguments.root)
-        if keywords and (content := arguments.texts.terminal(schema)) is not None:
+        limits = arguments.text_keywords(schema)
+        if limits and (content := arguments.texts.terminal(schema)) is not None:
             with suppress(ValueError):  # llguidance cannot hold it
                 return fitting(texts, content)
-        self.free_keywords |= keywords
+        self.free_keywords |= limits
         return texts
 
     def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str:
@@ -363,7 +365,7 @@ class _CallGrammar:
         others = frozenset() if parameter.is_typed else types.kinds - TEXT
         content = arguments.texts.terminal(schema) if others <= _WORDS.keys() else None
         if content is None or len(content) > self._room:
-            self.free_keywords |= text_keywords(schema, arguments.root)
+            self.free_keywords |= arguments.text_keywords(schema)
             return terminal(ANY)
         self._room -= len(content)
         return alternatives([content, *(_WORDS[kind] for kind in sorted(others))])
@@ -379,14 +381,14 @@ class _CallGrammar:
     def _ended(self, content: str, after: str) -> str | None:
         """Matches a text of the terminal `content` without what would end it, and `after`; None if there is none.
         Raises `ValueError` if llguidance cannot hold it."""
-        ends = [terminal(without(end)) for end in (after.strip(), self._parser.end) if end]
+        ends = [terminal(without(end)) for end in self._ends(after)]
         if not fits(" & ".join((content, *ends))):
             return None
         for end in ends:
             if end not in self._without:
                 self._without[end] = self._writer.rule("WITHOUT", end)
         whole = " & ".join((content, *map(self._without.__getitem__, ends)))
-        if self._writer.begins_with_added_token(after):
+        if self._writer.first_token(after):
             return f"{self._writer.rule('STRING', whole)} {self._writer.literal(after)}"
         # One terminal: llguidance never backtracks to an earlier end of the text.
         return self._writer.rule("STRING", f"({whole}) {json.dumps(after)}")
@@ -401,6 +403,10 @@ class _TaggedArguments:
         self.types = TypeResolver(root)
         self.texts = TextWriter(root, self.types, free)
         self.written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
+
+    def text_keywords(self, schema: Any) -> set[str]:
+        """What the schema says of a text besides its choices."""
+        return keywords(schema, self.root).intersection(TEXT_KEYWORDS)
 
 
 def _cdata(text: str) -> str:

@@ -12,10 +12,13 @@ from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, j
 from mlx_server.engine.tools.formats import Notation
 from mlx_server.engine.tools.texts import without
 
+TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+CONDITIONS = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies")
+"""Never enforced, in any notation."""
 UNENFORCED = (
-    *("pattern", "format", "minLength", "maxLength", "patternProperties"),
+    *(*TEXT_KEYWORDS, "patternProperties"),
     *("minItems", "maxItems", "uniqueItems", "prefixItems"),
-    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *CONDITIONS,
     *("minProperties", "maxProperties", "propertyNames", "allOf"),
 )
 """Never enforced in a model's own notation; of `allOf`, schemas that say different things of one keyword."""
@@ -108,6 +111,8 @@ class NotationWriter:
                 return self._words(self._notation.booleans)
             case "null":
                 return self._words(self._notation.nulls)
+            case "array" if schema.get("items") is False and not schema.get("prefixItems"):
+                return '"[]"'
             case "array":
                 return self._array(self.value(schema.get("items", True)))
             case "object" if schema.get("properties"):
@@ -163,7 +168,8 @@ class NotationWriter:
 
     def _text(self) -> str:
         quote = self._notation.quote
-        text = self._writer.rule("TEXT", f"{self._notation.text} & {terminal(without(self._end))}")
+        ends = (self._end,) if self._notation.is_escaped else (self._end, quote)
+        text = self._writer.rule("TEXT", " & ".join([self._notation.text, *(terminal(without(end)) for end in ends)]))
         return f"{self._writer.literal(quote)} {self._writer.text_until(quote, text)}"
 
     def _constant(self, value: Any) -> str:

@@ -4,6 +4,7 @@ of the argument."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,6 @@ _TEXT = "text"
 _ANY = "any"
 """The definition of values with no other texts."""
 _REFERENCE = {"$ref": f"#/$defs/{_ANY}"}
-_NAME = "^[^<]*$"
-"""Of members that the schema does not list: all ends begin with `<`."""
-
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
 _COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "const", "enum", "not", "if", "patternProperties"))
 _LARGEST = 9 * 10**18
@@ -42,6 +40,7 @@ def _held(
     pending: list[str] = []
     definitions: dict[str, Any] = {}
     text = {"allOf": [{"pattern": f"^({without(end)})$"} for end in ends]}
+    no_end = {"|".join(map(re.escape, ends)): False}  # among the names of members
 
     def change(inner: dict[str, Any]) -> None:
         _limit_number(inner)
@@ -53,8 +52,8 @@ def _held(
                 names[reference] = str(len(names))
                 pending.append(reference)
             inner["$ref"] = f"#/$defs/{names[reference]}"
-        elif is_free_held and _refer_to_any(inner):
-            definitions.update({_TEXT: text, _ANY: _anything()})
+        elif is_free_held and _refer_to_any(inner, no_end):
+            definitions.update({_TEXT: text, _ANY: _anything(no_end)})
 
     whole = changed_schema(schema, change)
     room -= len(json.dumps(whole))
@@ -80,7 +79,7 @@ def _refer_to_text(schema: dict[str, Any]) -> bool:
     return is_text
 
 
-def _refer_to_any(schema: dict[str, Any]) -> bool:
+def _refer_to_any(schema: dict[str, Any], no_end: Mapping[str, bool]) -> bool:
     """Holds what the schema leaves free to its definition. Returns whether the schema needs it."""
     before = dict(schema)
     if not schema:
@@ -91,20 +90,16 @@ def _refer_to_any(schema: dict[str, Any]) -> bool:
         schema["items"] = _REFERENCE
     others = schema.get("additionalProperties", True)
     if _may_be(schema, "object") and others is not False:
-        others = _REFERENCE if others is True else others
-        if schema.get("properties"):
-            schema["additionalProperties"] = others
-        else:
-            schema |= {"patternProperties": {_NAME: others}, "additionalProperties": False}
+        schema |= {"patternProperties": no_end, "additionalProperties": _REFERENCE if others is True else others}
     return schema != before
 
 
-def _anything() -> dict[str, Any]:
+def _anything(no_end: Mapping[str, bool]) -> dict[str, Any]:
     number = {"type": "number"}
     _limit_number(number)
     texts = {"type": "string", "allOf": [{"$ref": f"#/$defs/{_TEXT}"}]}
     lists = {"type": "array", "items": _REFERENCE}
-    objects = {"type": "object", "patternProperties": {_NAME: _REFERENCE}, "additionalProperties": False}
+    objects = {"type": "object", "patternProperties": no_end, "additionalProperties": _REFERENCE}
     return {"anyOf": [{"type": ["null", "boolean"]}, number, texts, lists, objects]}
 
 

@@ -20,8 +20,6 @@ from mlx_server.engine.tools.values import TypeResolver, member
 
 ANY = "(?s:.*)"
 
-TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
-
 _DATE = "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
 _HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOURS}:([0-5][0-9]|60)(\.[0-9]+)?([zZ]|[+-]{_HOURS})"
@@ -115,23 +113,6 @@ def _readable(pattern: str) -> str | None:
     except ValueError:
         return None
     return regex
-
-
-def text_keywords(schema: Any, root: Any) -> set[str]:
-    """What the schema says of a text besides its choices, with the schemas that it refers to."""
-    found, seen, parts = set[str](), set[str](), [schema]
-    while parts:
-        part = parts.pop()
-        if not isinstance(part, Mapping):
-            continue
-        found.update(part.keys() & TEXT_KEYWORDS)
-        for key in ("allOf", "anyOf", "oneOf"):
-            parts += branches if isinstance(branches := part.get(key), list) else ()
-        reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
-            parts.append(referenced(root, reference))
-    return found
 
 
 _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)

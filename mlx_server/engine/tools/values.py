@@ -47,14 +47,12 @@ _NAMES = {
 class Arguments:
     """The arguments that a function's schema lists itself, through `$ref` and `allOf`, and in branches of `anyOf` and
     `oneOf`. Those of several branches may be given together; `required` are those that all of them require. One that is
-    listed several times may be any of these, but what the schema around them says of it comes first. `keywords` are all
-    that the schema uses for this.
+    listed several times may be any of these, but what the schema around them says of it comes first.
 
     Raises `RecursionError`.
     """
 
     def __init__(self, root: Any) -> None:
-        self.keywords = set[str]()
         self._root = root
         self._listed: dict[str, dict[int, Any]] = {}  # by the argument's name and the schema's identity
         self._known: dict[str, set[str]] = {}  # what the targets of references require
@@ -69,7 +67,6 @@ class Arguments:
         arguments the schemas around it say something."""
         if not isinstance(schema, Mapping):
             return set()
-        self.keywords.update(schema)
         listed = schema.get("properties")
         properties = listed if isinstance(listed, Mapping) else {}
         for key, value in properties.items():
@@ -87,6 +84,23 @@ class Arguments:
             branches = [add(branch) for branch in _items(schema, key)]
             required |= set.intersection(*branches) if branches else set()
         return required
+
+
+def keywords(schema: Any, root: Any) -> set[str]:
+    """All that the schema says of a value itself, with the schemas that it refers to in `root`."""
+    found, seen, parts = set[str](), set[str](), [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping):
+            continue
+        found.update(part)
+        for key in ("allOf", "anyOf", "oneOf"):
+            parts += _items(part, key)
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            parts.append(referenced(root, reference))
+    return found
 
 
 def _any_of(schemas: list[Any]) -> Any:
@@ -204,11 +218,12 @@ def _named(name: Any) -> ValueTypes:
 
 
 def _constant(value: Any) -> ValueTypes:
-    kinds = {_kind(value), "number"} if isinstance(value, float) else {_kind(value)}
+    kinds = {kind_of(value), "number"} if isinstance(value, float) else {kind_of(value)}
     return ValueTypes(frozenset(kinds), (value,) if isinstance(value, str) else ())
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """JSON's type of the value; `integer` for whole numbers."""
     match value:
         case None:
             return "null"
@@ -232,7 +247,7 @@ def read_value(text: str, types: ValueTypes) -> Any:
     text may be given, Python's notation counts, too, and words in any case; and where none may be, null."""
     if types.kinds != TEXT and text not in (types.texts or ()):
         for value in _values(text.strip(), is_strict="string" in types.kinds and types.texts is None):
-            kind = _kind(value)
+            kind = kind_of(value)
             if (kind in types.kinds and kind != "string") or (kind == "null" and "string" not in types.kinds):
                 return int(value) if kind == "integer" and "number" not in types.kinds else value
     return text

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Notation, Parameter, ToolFormat, ToolParser
+from mlx_server.engine.tools.values import kind_of
 
 
 def written_calls(parser: ToolParser, functions: Sequence[Mapping[str, Any]]) -> str:
@@ -42,7 +43,7 @@ def _parameter(parameter: Parameter, key: str, value: Any) -> str:
     text = value if is_text else _json(value)
     if parameter.has_cdata and is_text:
         text = f"<![CDATA[{text}]]>"
-    return parameter.before.format(key=key, type="string" if is_text else "object") + text + parameter.after
+    return parameter.begin(key, kind_of(value)) + text + parameter.after
 
 
 def _members(notation: Notation, before: str, members: Mapping[str, Any]) -> str:

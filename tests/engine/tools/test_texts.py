@@ -116,6 +116,7 @@ def test_a_text_cannot_have_what_would_end_it_early(name: str) -> None:
         "minimax_m2": "</parameter>",
         "glm47": "</arg_value>",
         "minicpm5": "]]></param>",
+        "kimi_k3": "<|close|>call<|sep|>",
     }
     for end in filter(None, (ends.get(name), parser.end)):
         spelled = [token_id for letter in f"{end}x" for token_id in CALL_WORLD.encode(letter, add_special_tokens=False)]
@@ -139,21 +140,27 @@ def test_json_between_tags_has_no_closing_tag_in_its_texts(name: str, rule: dict
 FREE: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"type": "object"}, lambda text: {"x": text}),
     ({"type": "object"}, lambda text: {"x": [{"y": text}, 1.5, True, None]}),
-    ({"type": "object"}, lambda text: {text.replace("<b>", ""): 1}),
+    ({"type": "object"}, lambda text: {text: 1}),
     ({"type": "array"}, lambda text: [text]),
     ({"type": "array", "items": {}}, lambda text: [{"x": text}]),
-    ({"type": "object", "additionalProperties": {"type": "string"}}, lambda text: {text.replace("<b>", ""): "x"}),
+    ({"type": "object", "additionalProperties": {"type": "string"}}, lambda text: {text: "x"}),
     ({"type": "object", "properties": {"x": {}}}, lambda text: {"x": text}),
     ({"type": "object", "properties": {"x": {"const": 1}}, "additionalProperties": True}, lambda text: {"y": text}),
     ({"type": "object", "properties": {"x": {"$ref": "#/$defs/any"}}}, lambda text: {"x": {"y": [text]}}),
+    ({"type": "object", "properties": {"x": {}}, "additionalProperties": True}, lambda text: {"x": 1, text: 1}),
+    (
+        {"type": "object", "properties": {"x": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
+        lambda text: {"x": None, text: 1},
+    ),
     ({"type": ["object", "null"], "minProperties": 1}, lambda text: {"x": text}),
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "minicpm5"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "minicpm5", "kimi_k3"])
 @pytest.mark.parametrize(("schema", "value"), FREE)
 def test_what_is_free_between_tags_has_no_closing_tag_either(name: str, schema: Any, value: Any) -> None:
-    after = {"glm47": "</arg_value>", "minicpm5": "</param>"}.get(name, "</parameter>")
+    afters = {"glm47": "</arg_value>", "minicpm5": "</param>", "kimi_k3": "<|close|>call<|sep|>"}
+    after = afters.get(name, "</parameter>")
     offered = tool("f", {**parameters(schema), "$defs": {"any": {"type": "object"}}})
     parser = parser_of(name)
     assert reads(name, offered, value("a<b>c")) == [("f", {"a": value("a<b>c")})]
@@ -193,25 +200,32 @@ def test_names_of_function_gemma_are_bare() -> None:
 @pytest.mark.parametrize("name", ["gemma4", "function_gemma", "pythonic"])
 def test_quoted_texts_do_not_spell_the_end_of_their_call(name: str) -> None:
     offered = tool("f", parameters({"type": "string"}))
-    constraint = COMPILERS[name].compile(force(name, [offered], is_parallel=False).spec).start()
     before = written_calls(parser_of(name), [{"name": "f", "arguments": {"a": "NEEDLE"}}]).partition("NEEDLE")[0]
-    assert all(map(constraint.accept, WORLDS[name].encode(before, add_special_tokens=False)))
-    end = parser_of(name).end
-    spelled = [WORLDS[name].encode(letter, add_special_tokens=False)[0] for letter in f"<b> {end[:-1]} {end}"]
-    assert [constraint.accept(token_id) for token_id in spelled[:-1]] == [True] * (len(spelled) - 1)
-    assert not constraint.accept(spelled[-1])
+    quotes = {"gemma4": ['<|"|>'], "function_gemma": ["<escape>"]}.get(name, [])
+    for end in (*quotes, parser_of(name).end):
+        constraint = COMPILERS[name].compile(force(name, [offered], is_parallel=False).spec).start()
+        assert all(map(constraint.accept, WORLDS[name].encode(before, add_special_tokens=False)))
+        spelled = [WORLDS[name].encode(letter, add_special_tokens=False)[0] for letter in f"<b> {end[:-1]} {end}"]
+        assert [constraint.accept(token_id) for token_id in spelled[:-1]] == [True] * (len(spelled) - 1), end
+        assert not constraint.accept(spelled[-1])
 
 
 def reads(name: str, offered: Any, value: Any) -> Any:
     """What is read of a forced call with the argument `value`, its text spelled out; None if it cannot be written."""
     text = written_calls(parser_of(name), [{"name": "f", "arguments": {"a": value}}])
     before, inside, after = text.partition(json.dumps(value))
+    world = WORLDS.get(name, CALL_WORLD)
     compiler = COMPILERS.get(name, COMPILERS[""])
     constraint = compiler.compile(force(name, [offered], is_parallel=False).spec).start()
     for part in (before, *inside, after):
-        if not all(map(constraint.accept, CALL_WORLD.encode(part, add_special_tokens=False))):
+        if not all(map(constraint.accept, world.encode(part, add_special_tokens=False))):
             return None
     return read_calls(parser_of(name), [offered], text)[1]
+
+
+def test_json_that_spells_the_end_of_its_call_is_read_to_its_own_end() -> None:
+    offered, value = tool("f", parameters({"type": "object"})), {"x": "a</longcat_tool_call>b", "y": "1e999"}
+    assert reads("longcat", offered, value) == [("f", {"a": value})]
 
 
 def test_free_values_that_cannot_be_held_beside_the_rest_stay_free() -> None:
@@ -256,6 +270,11 @@ def test_arguments_are_found_wherever_a_schema_lists_them(name: str, schema: Any
         ({"type": "string", "minLength": "long"}, ("minLength",)),
         ({"$ref": "#/$defs/circle"}, ("maxLength",)),
         ({"type": "string", "minLength": 1_000_000}, ("minLength",)),
+        ({"type": "string", "not": {"const": "a"}}, ("not",)),
+        ({"enum": ["abc", "abcd"], "not": {"const": "a"}}, ("not",)),
+        ({"anyOf": [{"type": "string", "if": {}, "then": {}}, {"type": "null"}]}, ("if", "then")),
+        ({"type": ["string", "object"], "dependentRequired": {"a": ["b"]}}, ("dependentRequired",)),
+        ({"not": {"const": 1}}, ("not",)),
     ],
 )
 def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], named: tuple[str, ...]) -> None:

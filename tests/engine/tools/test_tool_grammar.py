@@ -245,6 +245,13 @@ def test_an_object_that_is_closed_is_empty_and_a_tuple_is_named(name: str) -> No
     assert force(name, tools).notes == ("prefixItems",)
 
 
+@pytest.mark.parametrize("name", ["gemma4", "pythonic"])
+def test_a_list_without_items_is_empty(name: str) -> None:
+    offered = tool("f", {"properties": {"a": {"type": "array", "items": False}}, "required": ["a"]})
+    for calls in written(name, [offered], range(5), is_parallel=False):
+        assert calls == [("f", {"a": []})]
+
+
 def test_a_models_own_format_is_forced() -> None:
     def first_text(name: str | None) -> str:
         world = WORLDS.get(name or "", CALL_WORLD)
