@@ -118,7 +118,7 @@ class LinesParser(OutputParser):
         self.is_over |= is_last or len(self._held) > _MAX_HELD_CHARS
         return Parts(shown)
 
-    def finish(self) -> Parts:
+    def finish(self, *, is_cut: bool = False) -> Parts:
         return Parts("" if self.is_over else self._held)
 
     def _is_late(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, in_order
 from mlx_server.engine.tools.parser import ToolCallDelta, calls_of
 from mlx_server.engine.tools.untagged import JsonObjectCursor
+from mlx_server.engine.tools.values import json_text
 from mlx_server.outputs import PositionLogprobs
 
 
@@ -29,11 +30,12 @@ def is_cut_off(arguments: str, finish: Finish | None) -> bool:
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Those that are not JSON are under the key `invalid_json`, as the model sees them
-    in the history."""
+    """A call's arguments as an object. Those that are not JSON, or that JSON cannot write again, are under the key
+    `invalid_json`, as the model sees them in the history."""
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+        json_text(parsed)
+    except (ValueError, RecursionError):
         return {"invalid_json": arguments}
     return parsed if isinstance(parsed, dict) else {}
 

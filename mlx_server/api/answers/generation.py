@@ -148,12 +148,14 @@ class OutputParser:
             return Parts(text, reasoning)
         return self._parts(reasoning, self._extractor.append(text))
 
-    def finish(self) -> Parts:
-        """Returns what was held back. Call it once, at the end."""
+    def finish(self, *, is_cut: bool = False) -> Parts:
+        """Returns what was held back. Call it once, at the end. `is_cut`: something else than the model has ended the
+        output."""
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
-        found = ToolOutput(self._extractor.append(split.content).parts + self._extractor.finish().parts)
+        before = self._extractor.append(split.content)
+        found = ToolOutput(before.parts + self._extractor.finish(is_cut=is_cut).parts)
         is_call = self._is_forced and (self._follower is None or not self._follower.is_reasoning)
         return self._parts(split.reasoning, ToolOutput(found.calls) if is_call else found)
 
@@ -397,7 +399,8 @@ class _Choice:
         parts = self._read(delta)
         finish = None
         if delta.finish_reason is not None:
-            parts = _joined(parts, self._parser.finish())
+            is_cut = delta.finish_reason is not FinishReason.STOP or delta.stop_reason is not None
+            parts = _joined(parts, self._parser.finish(is_cut=is_cut))
             cuts_call = delta.stop_reason is not None and self._parser.has_cut_call
             finish = Finish(
                 reason=self._finish_reason(delta.finish_reason, cuts_call),

@@ -17,6 +17,7 @@ from mlx_server.api.openai.chat import token_body
 from mlx_server.api.openai.exchange import Writer
 from mlx_server.api.openai.output import TokenNames
 from mlx_server.engine.tools.parser import ToolCallDelta
+from mlx_server.engine.tools.untagged import JsonObjectCursor
 from mlx_server.outputs import PositionLogprobs
 
 NDJSON = "application/x-ndjson"
@@ -74,6 +75,7 @@ class AnswerWriter(Writer):
         self._answer_ids: list[int] = []
         self._templates: dict[str, sse.Template] = {}
         self._tool_call: list[ToolCallDelta] = []  # the pieces of the call that is being written
+        self._arguments = JsonObjectCursor()  # its arguments
         self._names = TokenNames(exchange.engine.tokenizer if exchange.engine.has_tokenizer else None)
         self._num_top = exchange.body.num_logprobs
         self.keep_alive = self._line(**shown(), done=False)  # clients read each line as a part of the answer
@@ -108,9 +110,11 @@ class AnswerWriter(Writer):
             if self._tool_call and self._tool_call[0].index != piece.index:
                 yield from self._end_call()
             self._tool_call.append(piece)
+            if piece.arguments_fragment and self._arguments.feed(piece.arguments_fragment)[1] is not None:
+                yield from self._end_call()
 
     def _end_call(self, finish: Finish | None = None) -> Iterator[bytes]:
-        pieces, self._tool_call = self._tool_call, []
+        pieces, self._tool_call, self._arguments = self._tool_call, [], JsonObjectCursor()
         for call in _call_bodies([whole_call(pieces)] if pieces else (), finish):
             yield self._line(**self._shown(calls=[call]), done=False)
 

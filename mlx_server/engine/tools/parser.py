@@ -17,7 +17,7 @@ from mlx_server.engine.text.detokenizer import StringScanner
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.tagged import TaggedCallReader, read_calls
 from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
-from mlx_server.engine.tools.values import ParameterTypes, member
+from mlx_server.engine.tools.values import ParameterTypes, json_text, member
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class ToolCallExtractor:
         self._tools = tools
         self._new_id = new_id or _random_id
         self._format = FORMATS.get(parser.name) or ToolFormat(before="")
-        names = [_function_name(tool) for tool in tools] if parser.name == JSON_TAGS.name else []
-        self._untagged = UntaggedCalls(filter(None, names), parser.start, parser.end)
+        self._names = [name for tool in tools if (name := _function_name(tool))]
+        self._untagged = UntaggedCalls(self._names if parser.name == JSON_TAGS.name else (), parser.start, parser.end)
         self._types = ParameterTypes(tools)
         self._parameters: TaggedCallReader | None = None
         self._outside = StringScanner([parser.start])
@@ -105,15 +105,18 @@ class ToolCallExtractor:
         while text:
             text = self._read(text)
 
-    def finish(self) -> ToolOutput:
-        """Ends the output; returns what was held back."""
-        self._take_in(self._untagged.finish())
+    def finish(self, *, is_cut: bool = False) -> ToolOutput:
+        """Ends the output; returns what was held back. If something else than the model has ended it (`is_cut`), what
+        may be the beginning of a call or the end of one is dropped."""
+        held = self._untagged.finish()
+        self._take_in("" if is_cut and '"name"' in held else held)
         if self._read == self._read_body:
             is_forgiven = not self._parser.end or self._format.fails_when_cut
-            self._close_region(self._body, "", may_call=is_forgiven)
+            is_dropped = is_cut and (self._num_streamed > 0 or self._may_begin_call(self._body))
+            self._close_region(self._body, "", may_call=is_forgiven, is_dropped=is_dropped)
         elif self._read == self._read_arguments:
             self.cut_call = self._num_calls - 1
-        self._show(self._outside.flush())
+        self._show(self._outside.finish() if is_cut else self._outside.flush())
         if self._blank and not self.has_calls:
             self._parts.append(self._blank)
         return self._take()
@@ -185,8 +188,16 @@ class ToolCallExtractor:
         if fragment:
             self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
 
-    def _close_region(self, body: str, end: str, *, may_call: bool = True) -> None:
-        """Reads what follows the last streamed call in the region, or all of the region."""
+    def _may_begin_call(self, body: str) -> bool:
+        """Whether a region that begins so may become a call of one of the tools, by its letters."""
+        letters = _letters(body)
+        own = _NAME_FIELD.split(self._format.before)[0].format()
+        heads = [_letters(before + name) for name in self._names for before in (own, '"name"', "")]
+        return any(head.startswith(letters) or letters.startswith(head) for head in heads)
+
+    def _close_region(self, body: str, end: str, *, may_call: bool = True, is_dropped: bool = False) -> None:
+        """Reads what follows the last streamed call in the region, or all of the region. If that is no call, it becomes
+        content, unless it `is_dropped`."""
         if self._parameters is not None and self._parameters.name is not None:
             self._close_parameters(self._parameters, self._parse(body) if may_call else [], bool(end))
             return
@@ -195,7 +206,7 @@ class ToolCallExtractor:
         calls = self._parse(body) if may_call else []
         for call in calls:
             self._begin(call)
-        if not calls:
+        if not calls and not is_dropped:
             start = "" if self._num_streamed else self._parser.start
             self._show(start + body + end)
 
@@ -265,6 +276,13 @@ def _name_in(head: re.Match[str]) -> str | None:
     return name
 
 
+_NAME_FIELD = re.compile(r"\{(?:json_)?name\}")
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\W", "", text)
+
+
 _PYTHON_WORD = re.compile(r"(?<=[:,\[ ])(None|True|False)(?=\s*[,\]}])")
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
@@ -286,9 +304,8 @@ def _as_call(parsed: Any) -> _Call:
         arguments = {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a tool call")
-    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + written).encode()  # raises for halves of surrogate pairs, which JSON can spell
-    return _Call(call_id if isinstance(call_id, str) else None, name, written)
+    json_text(name)
+    return _Call(call_id if isinstance(call_id, str) else None, name, json_text(arguments))
 
 
 def _random_id() -> str:

@@ -258,7 +258,7 @@ def _values(text: str, *, is_strict: bool) -> Iterator[Any]:
     for read in _READERS[:1] if is_strict else _READERS:
         try:
             value = read(text)
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # JSON must be able to write it
+            json_text(value)
         except Exception:  # whatever a reader raises, the text is no such value
             continue
         yield value
@@ -267,6 +267,14 @@ def _values(text: str, *, is_strict: bool) -> Iterator[Any]:
 _WORDS = {"True": True, "False": False, "None": None, "null": None}
 _LOWER_WORDS = {word.lower(): value for word, value in _WORDS.items()}
 _READERS: tuple[Callable[[str], Any], ...] = (lambda text: json.loads(text, strict=False), ast.literal_eval)
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON. Raises `ValueError` for what JSON can spell but not write again (`1e999`, half of a surrogate
+    pair)."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def member(value: Any, key: str) -> Any:

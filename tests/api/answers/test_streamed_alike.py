@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -165,6 +166,20 @@ async def test_an_answer_is_the_same_streamed_and_whole(world: World, protocol: 
             assert streamed == whole, (text, num_tokens)
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_the_beginning_of_a_call_that_is_cut_off_is_no_text(world: World, protocol: str):
+    for text in TEXTS[0], CALL.replace("<tool_call>\n", "```json\n"):
+        world.engine.script = say(text)
+        length = len(world.engine.tokenizer.encode(text, add_special_tokens=False))
+        for num_tokens in range(1, length, 3):
+            for shown in await both(world, protocol, num_tokens):
+                assert not any(word in str(shown[:-1]) for word in ("tool_call>", '"name": "f')), (text, num_tokens)
+    world.engine.script = say("A call begins with <tool_call>, and so on.")
+    length = len(world.engine.tokenizer.encode("A call begins with <tool_call>, and", add_special_tokens=False))
+    for shown in await both(world, protocol, length):
+        assert "<tool_call>, and" in str(shown)
+
+
 @pytest.mark.parametrize("tokens_per_delta", [1, 1000])
 async def test_texts_and_calls_are_in_the_order_in_which_they_were_written(world: World, tokens_per_delta: int):
     world.engine.tokens_per_delta = tokens_per_delta
@@ -191,12 +206,26 @@ async def test_ollama_s_clients_see_no_call_that_was_cut_off(world: World, token
 
 
 @pytest.mark.parametrize("protocol", ["messages", "ollama"])
-async def test_arguments_that_the_model_has_not_finished_itself_are_no_empty_ones(world: World, protocol: str):
-    world.engine.script = say('<tool_call>\n{"name": "f", "arguments": {"a": "b')
+@pytest.mark.parametrize("arguments", ['{"a": "b', '{"a": 1e999}', '{"a": NaN}', '{"a": "\\ud83d"}'])
+async def test_arguments_that_no_object_can_hold_are_not_lost(world: World, protocol: str, arguments: str):
+    """The model has not finished them, or no JSON can be made of their values."""
+    world.engine.script = say(f'<tool_call>\n{{"name": "f", "arguments": {arguments}')
     path, body, *_ = PROTOCOLS[protocol]
     answer = (await world.http.post(path, json={**body, "model": "fake", "max_tokens": 300, "stream": False})).json()
     if protocol == "messages":
-        assert (answer["content"][0]["input"], answer["stop_reason"]) == ({"invalid_json": '{"a": "b'}, "tool_use")
+        assert (answer["content"][0]["input"], answer["stop_reason"]) == ({"invalid_json": arguments}, "tool_use")
     else:
         (call,) = answer["message"]["tool_calls"]
-        assert (call["function"]["arguments"], answer["done_reason"]) == ({"invalid_json": '{"a": "b'}, "stop")
+        assert (call["function"]["arguments"], answer["done_reason"]) == ({"invalid_json": arguments}, "stop")
+
+
+async def test_ollama_s_clients_get_each_call_as_soon_as_it_is_complete(world: World):
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>'
+    world.engine.script = say(f"{call}Then some text.{call}And more.")
+    path, body, *_ = PROTOCOLS["ollama"]
+    answer = await world.http.post(path, json={**body, "model": "fake", "options": {}, "stream": True})
+    lines = [json.loads(line)["message"] for line in answer.text.splitlines()]
+    kinds = [
+        "call" if line.get("tool_calls") else "text" for line in lines if line.get("tool_calls") or line["content"]
+    ]
+    assert [kind for kind, _ in groupby(kinds)] == ["call", "text", "call", "text"]
