@@ -302,6 +302,15 @@ def test_a_call_cut_short_is_never_shortened_or_lost(name: str, text: str, calls
             assert any(whole.startswith(arguments) for whole in complete), (end, content, found)
 
 
+@pytest.mark.parametrize(("name", "text", "calls"), [case for case in FORMATS if case[2] == [WEATHER]])
+def test_what_a_limit_cuts_off_of_a_call_is_no_content(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    parser = parser_named(name)
+    for end in range(len(parser.start), len(text)):
+        following = extractor(parser)
+        found = [following.append(text[:end]), following.finish(is_cut=True)]
+        assert "".join(output.content for output in found) == "", text[:end]
+
+
 def test_the_models_own_ids_are_kept() -> None:
     text = FORMATS[12][1]
     assert [call[0] for call in run([text], parser_named("kimi_k2"))[1]] == ["functions.get_weather:0", "functions.f:1"]
