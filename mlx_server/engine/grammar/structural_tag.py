@@ -30,14 +30,16 @@ class LarkWriter:
         longest_first = sorted(added_tokens, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: dict[str, str] = {}
+        self._names: dict[tuple[str, str], str] = {}
 
     def rule(self, name: str, expression: str) -> str:
-        """Adds a rule, and returns its name: `name` with a number that makes it unique. `name` may end in an attribute,
-        like `text[lazy]`."""
-        stem, bracket, attribute = name.partition("[")
-        unique = self.declare(stem)
-        self._rules[unique] = f"{unique}{bracket}{attribute}: {expression}"
-        return unique
+        """Adds a rule, unless there is an equal one, and returns its name: `name` with a number that makes it unique.
+        `name` may end in an attribute, like `text[lazy]`."""
+        if (name, expression) not in self._names:
+            stem, bracket, attribute = name.partition("[")
+            self._names[name, expression] = unique = self.declare(stem)
+            self._rules[unique] = f"{unique}{bracket}{attribute}: {expression}"
+        return self._names[name, expression]
 
     def declare(self, name: str) -> str:
         """Returns the unique name of a rule that `define` adds later, so that the rule can refer to itself."""

@@ -4,9 +4,7 @@ that only enforce the tools' own grammars if the model calls one."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +22,13 @@ from mlx_server.engine.grammar.structural_tag import (
     LarkWriter,
     alternatives,
     json_expression,
-    json_options,
-    terminal,
 )
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
-from mlx_server.engine.tools.notations import CONDITIONS, TEXT_KEYWORDS, UNENFORCED, NotationWriter, unenforced
-from mlx_server.engine.tools.tagged_json import held_schema
-from mlx_server.engine.tools.texts import (
-    ANY,
-    TextWriter,
-    can_hold,
-    fits,
-    fitting,
-    without,
-)
-from mlx_server.engine.tools.values import ALL_KINDS, TEXT, Arguments, TypeResolver, ValueTypes, keywords
+from mlx_server.engine.tools.notations import CONDITIONS, UNENFORCED, NotationWriter, unenforced
+from mlx_server.engine.tools.tagged_grammar import JSON_OPTIONS, TaggedWriter
+from mlx_server.engine.tools.texts import can_hold
+from mlx_server.engine.tools.values import Arguments, keywords
 from mlx_server.errors import InvalidRequestError
 
 
@@ -53,15 +42,12 @@ class ForcedCalls:
     notes: tuple[str, ...] = ()
 
 
-_PLAIN = r"/[^<&\n]*/"
-_SECTION, _END_OF_SECTION = "<![CDATA[", "]]>"
 _MAX_JSON_CHARS = MAX_SOURCE_CHARS // 2
 """How much JSON the schemas of arguments between tags may take, each with all definitions that it refers to. Arguments
 for which no room is left are free, as without a schema."""
 _ANNOTATIONS = ("title", "description", "default", "examples")
 _OF_ARGUMENTS = ("anyOf", "oneOf", *CONDITIONS, "minProperties", "maxProperties", "propertyNames")
 """Only enforced where the arguments are JSON, if they say which of a function's arguments there may be."""
-_WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
 
 def force_tool_calls(
@@ -135,13 +121,10 @@ class _CallGrammar:
         self._named = named
         self._is_closed = is_closed
         self._patterns = patterns
-        self._has_pattern = False  # the function that is being written
         self._writer = writer
         self._parser = parser
         self._format = form
         self._room = _MAX_JSON_CHARS
-        self._without: dict[str, str] = {}  # rules by their regexes
-        self._json_options = {**json_options(None), "lenient": True}
 
     def write(self, functions: Sequence[Tool], max_calls: int) -> str:
         literal, form = self._writer.literal, self._format
@@ -193,13 +176,12 @@ class _CallGrammar:
         except ValueError as error:
             raise InvalidRequestError(f"{where} cannot be compiled: {error}", where) from error
         schema = changed_schema(adapted_schema(schema, is_closed=self._is_closed), self._reduce)
-        self._has_pattern = name in self._patterns
         schema = self._with_pattern(schema, name, where)
         start, end = (marker, self._parser.end) if form.around is None else ("", "")
         before = self._writer.literal(start + form.before.format(name=name, json_name=json.dumps(name)))
         if form.number is not None:
             before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(form.number)}"
-        arguments = self._arguments(schema, where)
+        arguments = self._arguments(schema, where, has_pattern=name in self._patterns)
         rule = self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
         self.fields[rule] = where
         return rule
@@ -232,12 +214,12 @@ class _CallGrammar:
         texts = {key: {**text, "pattern": f"^(?:{pattern})$"} for key, text in schema["properties"].items()}
         return {**schema, "properties": texts}
 
-    def _arguments(self, schema: Mapping[str, Any], where: str) -> str:
+    def _arguments(self, schema: Mapping[str, Any], where: str, *, has_pattern: bool) -> str:
         parameter, notation = self._format.parameter, self._format.notation
         if parameter is not None:
-            return self._parameters(self._listed(schema), parameter, where)
+            return self._parameters(self._listed(schema), parameter, where, has_pattern=has_pattern)
         if notation is None:
-            return json_expression({"type": "object", **schema}, self._json_options)
+            return json_expression({"type": "object", **schema}, JSON_OPTIONS)
         schema = self._listed(schema)
         changed_schema({**schema, "allOf": []}, lambda inner: self.free_keywords.update(unenforced(inner)))
         written = NotationWriter(self._writer, notation, schema, self._parser.end).arguments()
@@ -258,162 +240,22 @@ class _CallGrammar:
             where,
         )
 
-    def _parameters(self, schema: Mapping[str, Any], parameter: Parameter, where: str) -> str:
+    def _parameters(self, schema: Mapping[str, Any], parameter: Parameter, where: str, *, has_pattern: bool) -> str:
         required = schema.get("required", ())
         written = []
-        arguments = _TaggedArguments(schema, self.free_keywords)
+        writer = TaggedWriter(
+            *(self._writer, parameter, self._parser.end, schema, self._room, self.free_keywords),
+            has_pattern=has_pattern,
+        )
         for key, value_schema in schema.get("properties", {}).items():
             if TAG_SAFE.fullmatch(key) is None:
                 if key in required:
                     raise self._unwritable(f"{where} requires {key!r}, which", where)
                 continue
-            expression = self._parameter(key, value_schema, arguments, parameter)
+            expression = writer.argument(key, value_schema)
             if expression is None and key in required:
                 raise InvalidRequestError(f"{where} requires {key!r}, but no value can fit its schema.", where)
             if expression is not None:
                 written.append(expression if key in required else f"({expression})?")
+        self._room = writer.room
         return " ".join(written) or '""'
-
-    def _parameter(self, key: str, schema: Any, arguments: _TaggedArguments, parameter: Parameter) -> str | None:
-        """Matches one argument, and what precedes and follows it; None if no value can fit."""
-        types = arguments.types.whole(schema)
-        kinds = _written_kinds(types)
-        if types.kinds == ALL_KINDS or ("string" in types.kinds and types.texts is None and not parameter.is_typed):
-            kinds = []  # any text may be given, and is read as what it looks like
-        values: list[tuple[str, str]] = []
-        for group in [[kind] for kind in kinds] if parameter.is_typed else filter(None, [kinds]):
-            if (value := self._json(schema, arguments, group, parameter.after)) is None:
-                types = ValueTypes(ALL_KINDS)
-            else:
-                values.append((group[0], value))
-        if "string" in types.kinds:
-            self.free_keywords |= keywords(schema, arguments.root).intersection(CONDITIONS)
-            if (text := self._text(schema, types, arguments, parameter)) is not None:
-                values.insert(0, ("string", text))
-        written: dict[str, list[str]] = {}  # values by what precedes them
-        for kind, value in values:
-            written.setdefault(parameter.begin(key, kind), []).append(value)
-        literal = self._writer.literal
-        choices = [f"{literal(before)} {alternatives(group)}" for before, group in written.items()]
-        return alternatives(choices) if choices else None
-
-    def _json(self, schema: Mapping[str, Any], arguments: _TaggedArguments, kinds: list[str], after: str) -> str | None:
-        """Matches a value of one of these kinds, as JSON, and what follows it. None if there is no room for its schema
-        with all definitions."""
-        given = json.dumps((schema, kinds))
-        if given not in arguments.written:
-            arguments.written[given] = self._new_json(schema, arguments.root, kinds, after)
-        return arguments.written[given]
-
-    def _new_json(self, schema: Mapping[str, Any], root: Any, kinds: list[str], after: str) -> str | None:
-        whole = held_schema({**schema, "type": kinds}, root, self._ends(after), self._room)
-        if whole is None:
-            self._room -= self._room // 8  # the attempt took time, and there may be many
-            return None
-        self._room -= len(json.dumps(whole))
-        expression = json_expression(whole, self._json_options)
-        return self._writer.rule("value", f"{expression} {self._writer.literal(after)}")
-
-    def _ends(self, after: str) -> Sequence[str]:
-        """What a parser may read as the end of the argument before `after`: any closing, if all begin with one
-        token."""
-        ends = filter(None, (after.strip(), self._parser.end))
-        return list(dict.fromkeys(self._writer.first_token(end) or end for end in ends))
-
-    def _any_of(self, texts: Sequence[str], after: str) -> str:
-        return self._writer.rule(
-            "value", f"{alternatives(map(self._writer.literal, texts))} {self._writer.literal(after)}"
-        )
-
-    def _text(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str | None:
-        """Matches an unquoted string that fits the schema, and what follows it; None if no string fits."""
-        after, texts = parameter.after, types.texts
-        if texts is not None:
-            texts = self._fitting(texts, schema, arguments)
-            if not texts:
-                return None
-            if texts not in arguments.written and (size := sum(map(len, texts))) <= self._room:
-                self._room -= size
-                written = [_cdata(text) if parameter.has_cdata else text for text in texts]
-                arguments.written[texts] = self._any_of(written, after)
-            if (expression := arguments.written.get(texts)) is not None:
-                return expression
-        content = self._content(schema, types, arguments, parameter)
-        if content not in arguments.written:
-            try:
-                arguments.written[content] = self._of_content(content, parameter)
-            except ValueError:  # llguidance cannot hold it
-                if self._has_pattern:
-                    return self._writer.rule("STRING", content)  # refused, when all is compiled
-                self.free_keywords |= arguments.text_keywords(schema)
-                arguments.written[content] = self._of_content(terminal(ANY), parameter)
-        return arguments.written[content]
-
-    def _fitting(self, texts: tuple[str, ...], schema: Any, arguments: _TaggedArguments) -> tuple[str, ...]:
-        """Those of the only texts that fit what else the schema says of texts; all if that is too much to write."""
-        limits = arguments.text_keywords(schema)
-        if limits and (content := arguments.texts.terminal(schema)) is not None:
-            with suppress(ValueError):  # llguidance cannot hold it
-                return fitting(texts, content)
-        self.free_keywords |= limits
-        return texts
-
-    def _content(self, schema: Any, types: ValueTypes, arguments: _TaggedArguments, parameter: Parameter) -> str:
-        """The terminal of what the schema allows; of any text if that is too much to write."""
-        if self._has_pattern:
-            return f"({terminal(schema['pattern'][1:-1])})"
-        others = frozenset() if parameter.is_typed else types.kinds - TEXT
-        content = arguments.texts.terminal(schema) if others <= _WORDS.keys() else None
-        if content is None or len(content) > self._room:
-            self.free_keywords |= arguments.text_keywords(schema)
-            return terminal(ANY)
-        self._room -= len(content)
-        return alternatives([content, *(_WORDS[kind] for kind in sorted(others))])
-
-    def _of_content(self, content: str, parameter: Parameter) -> str | None:
-        if not parameter.has_cdata:
-            return self._ended(content, parameter.after)
-        section = self._ended(content, _END_OF_SECTION + parameter.after)
-        choices = [self._ended(f"{content} & {_PLAIN}", parameter.after)]
-        choices.append(section and f"{self._writer.literal(_SECTION)} {section}")
-        return alternatives(filter(None, choices)) if any(choices) else None
-
-    def _ended(self, content: str, after: str) -> str | None:
-        """Matches a text of the terminal `content` without what would end it, and `after`; None if there is none.
-        Raises `ValueError` if llguidance cannot hold it."""
-        ends = [terminal(without(end)) for end in self._ends(after)]
-        if not fits(" & ".join((content, *ends))):
-            return None
-        for end in ends:
-            if end not in self._without:
-                self._without[end] = self._writer.rule("WITHOUT", end)
-        whole = " & ".join((content, *map(self._without.__getitem__, ends)))
-        if self._writer.first_token(after):
-            return f"{self._writer.rule('STRING', whole)} {self._writer.literal(after)}"
-        # One terminal: llguidance never backtracks to an earlier end of the text.
-        return self._writer.rule("STRING", f"({whole}) {json.dumps(after)}")
-
-
-class _TaggedArguments:
-    """The arguments of one function, by its schema; equal ones are written once. `free` collects keywords that are not
-    enforced."""
-
-    def __init__(self, root: Mapping[str, Any], free: set[str]) -> None:
-        self.root = root
-        self.types = TypeResolver(root)
-        self.texts = TextWriter(root, self.types, free)
-        self.written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
-
-    def text_keywords(self, schema: Any) -> set[str]:
-        """What the schema says of a text besides its choices."""
-        return keywords(schema, self.root).intersection(TEXT_KEYWORDS)
-
-
-def _cdata(text: str) -> str:
-    return f"{_SECTION}{text}{_END_OF_SECTION}" if re.search(r"[<&\n]", text) else text
-
-
-def _written_kinds(types: ValueTypes) -> list[str]:
-    """The kinds of values that are written as JSON; `number` includes `integer`, and null comes last."""
-    covered = {"string", "integer"} if "number" in types.kinds else {"string"}
-    return sorted(types.kinds - covered, key=lambda kind: (kind == "null", kind))
