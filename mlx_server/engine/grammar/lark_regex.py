@@ -135,8 +135,7 @@ class _Expression:
         while self._at < len(self._tokens):
             kind, token = self._tokens[self._at]
             if kind == "count":
-                least, _, most = token.strip("~{} ").replace("..", ",").replace(" ", "").partition(",")
-                token = f"{{{least},{most}}}" if "," in token or ".." in token else f"{{{least}}}"
+                token = f"{{{token.strip('~{} ').replace('..', ',').replace(' ', '')}}}"
             elif token not in ("*", "+", "?"):
                 break
             self._at += 1

@@ -74,7 +74,8 @@ class ToolFormat:
 
     JSON arguments are streamed after a match of `head`, which may occur several times in a region; `tail` may follow
     the last. `fails_when_cut`: the parser never reads the beginning of a call as a whole one, so a missing end marker
-    does no harm. `special` are the special tokens besides the markers that must stay in the text.
+    does no harm. `special` are the special tokens besides the markers that must stay in the text. Unless it
+    `can_be_forced`, calls are only read.
     """
 
     before: str
@@ -92,7 +93,7 @@ class ToolFormat:
     tail: re.Pattern[str] = re.compile(r"\s*")
     fails_when_cut: bool = False
     special: tuple[str, ...] = ()
-    is_addressed: bool = False
+    can_be_forced: bool = True
 
     @property
     def read_parameter(self) -> Parameter | None:
@@ -163,7 +164,7 @@ FORMATS = {
         after="</atem:invoke>\n",
         separator="\n",
         parameter=Parameter(before='<atem:parameter name="{key}">', after="</atem:parameter>\n", untyped=ALL_KINDS),
-        is_addressed=True,
+        can_be_forced=False,
     ),
     "minicpm5": ToolFormat(
         before='"{name}">', parameter=Parameter(before='<param name="{key}">', after="</param>", has_cdata=True)

@@ -17,12 +17,7 @@ from mlx_server.engine.grammar.schema import (
     checked_schema,
 )
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, check_halves
-from mlx_server.engine.grammar.structural_tag import (
-    ANY_TEXT,
-    LarkWriter,
-    alternatives,
-    json_expression,
-)
+from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.notations import CONDITIONS, UNENFORCED, NotationWriter, unenforced
@@ -94,7 +89,7 @@ def force_tool_calls(
 def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
     is_list = parser.name == "mistral" and "[ARGS]" not in tokenizer.added_tokens  # its older models
     form = FORMATS.get("mistral_list" if is_list else parser.name)
-    if form is None or form.is_addressed:
+    if form is None or not form.can_be_forced:
         raise InvalidRequestError(
             f"Calls in this model's format ({parser.name}) cannot be forced: set tool_choice to auto or none, and "
             "send no response_format with tools.",

@@ -17,7 +17,7 @@ from mlx_server.engine.text.detokenizer import StringScanner
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.tagged import TaggedCallReader, read_calls
 from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
-from mlx_server.engine.tools.values import ParameterTypes, json_text, member
+from mlx_server.engine.tools.values import ParameterTypes, json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ToolCallExtractor:
         self._tools = tools
         self._new_id = new_id or _random_id
         self._format = FORMATS.get(parser.name) or ToolFormat(before="")
-        self._names = [name for tool in tools if (name := _function_name(tool))]
+        self._names = [tool["function"]["name"] for tool in tools]
         self._untagged = UntaggedCalls(self._names if parser.name == JSON_TAGS.name else (), parser.start, parser.end)
         self._types = ParameterTypes(tools)
         self._parameters: TaggedCallReader | None = None
@@ -257,11 +257,6 @@ class ToolCallExtractor:
             self._blank = None
         if text:
             self._parts.append(text)
-
-
-def _function_name(tool: Tool) -> str | None:
-    name = member(member(tool, "function"), "name")
-    return name if isinstance(name, str) else None
 
 
 def _name_in(head: re.Match[str]) -> str | None:

@@ -119,16 +119,13 @@ def _items(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 class ParameterTypes:
-    """The types of the arguments in calls of `tools`, which may be anything. Finds each once: schemas may be large, and
-    outputs long."""
+    """The types of the arguments in calls of `tools`, whose parameters may be anything. Finds each once: schemas may be
+    large, and outputs long."""
 
-    def __init__(self, tools: Iterable[Any]) -> None:
-        self._schemas: dict[Any, Any] = {}
+    def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
+        self._schemas: dict[str, Any] = {}
         for tool in tools:
-            declared = member(tool, "function")
-            name = member(declared, "name")
-            if isinstance(name, str):
-                self._schemas.setdefault(name, member(declared, "parameters"))
+            self._schemas.setdefault(tool["function"]["name"], tool["function"].get("parameters"))
         self._functions: dict[str, tuple[Mapping[str, Any], TypeResolver]] = {}
         self._known: dict[tuple[str, str], ValueTypes] = {}
 
