@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, in_order
 from mlx_server.engine.tools.parser import ToolCallDelta, calls_of
 from mlx_server.engine.tools.untagged import JsonObjectCursor
-from mlx_server.engine.tools.values import json_text
+from mlx_server.engine.tools.values import read_arguments
 from mlx_server.outputs import PositionLogprobs
 
 
@@ -30,13 +29,8 @@ def is_cut_off(arguments: str, finish: Finish | None) -> bool:
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Those that are not JSON, or that JSON cannot write again, are under the key
-    `invalid_json`, as the model sees them in the history."""
-    try:
-        parsed = json.loads(arguments)
-        json_text(parsed)
-    except (ValueError, RecursionError):
-        return {"invalid_json": arguments}
+    """A call's arguments as an object (`read_arguments`); an empty one if they are something else."""
+    parsed = read_arguments(arguments)
     return parsed if isinstance(parsed, dict) else {}
 
 

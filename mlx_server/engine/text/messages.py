@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from mlx_server.engine.tools.values import read_arguments
 from mlx_server.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -115,16 +116,9 @@ def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Parses a call's arguments, which clients send as JSON text and templates iterate over. Text that is not JSON is
-    shown to the model under the key `invalid_json`: the model itself wrote it in an answer that was cut off, and a
-    client that sends its conversation back must be able to continue. Raises `InvalidRequestError` for JSON that is not
-    an object."""
-    parsed = arguments
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except ValueError:
-            return {"invalid_json": arguments}
+    """Parses a call's arguments, which clients send as JSON text and templates iterate over (`read_arguments`). Raises
+    `InvalidRequestError` for JSON that is not an object."""
+    parsed = read_arguments(arguments or "{}") if isinstance(arguments, str) else arguments
     if parsed is None:
         return {}
     if not isinstance(parsed, dict):

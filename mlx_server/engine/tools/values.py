@@ -274,6 +274,17 @@ def json_text(value: Any) -> str:
     return text
 
 
+def read_arguments(written: str) -> Any:
+    """A call's arguments. Those that are not JSON (the answer was cut off), or that JSON cannot write again, are under
+    the key `invalid_json`: a client that sends its conversation back must be able to continue."""
+    try:
+        arguments = json.loads(written)
+        json_text(arguments)
+    except (ValueError, RecursionError):
+        return {"invalid_json": written}
+    return arguments
+
+
 def member(value: Any, key: str) -> Any:
     """`value[key]` of a part of a client's schema, which may be anything; None if it has no such member."""
     return value.get(key) if isinstance(value, Mapping) else None

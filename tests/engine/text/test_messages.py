@@ -142,7 +142,16 @@ def test_media_of_the_agent_become_notes(role: str) -> None:
         ("", {}),
         ("null", {}),
         (None, {}),
-        ('{"a": ', {"invalid_json": '{"a": '}),
+        *(
+            (written, {"invalid_json": written})
+            for written in (
+                '{"a": ',
+                '{"a": 1e999}',
+                '{"a": NaN}',
+                '{"a": "\\ud83d"}',
+                '{"a": ' + "[" * 9000 + "]" * 9000 + "}",
+            )
+        ),
     ],
 )
 def test_arguments_are_an_object_whatever_was_sent(arguments: Any, expected: dict[str, Any]) -> None:
