@@ -112,7 +112,8 @@ class ToolCallExtractor:
         self._take_in("" if is_cut and '"name"' in held else held)
         if self._read == self._read_body:
             is_forgiven = not self._parser.end or self._format.fails_when_cut
-            is_dropped = is_cut and (self._num_streamed > 0 or self._may_begin_call(self._body))
+            is_within = self._num_streamed > 0 and bool(self._parser.end)
+            is_dropped = is_cut and (is_within or self._may_begin_call(self._body))
             self._close_region(self._body, "", may_call=is_forgiven, is_dropped=is_dropped)
         elif self._read == self._read_arguments:
             self.cut_call = self._num_calls - 1
@@ -192,7 +193,8 @@ class ToolCallExtractor:
         """Whether a region that begins so may become a call of one of the tools, by its letters."""
         letters = _letters(body)
         own = _NAME_FIELD.split(self._format.before)[0].format()
-        heads = [_letters(before + name) for name in self._names for before in (own, '"name"', "")]
+        befores = (own, self._parser.start + own, '"name"', "")
+        heads = [_letters(before + name) for name in self._names for before in befores]
         return any(head.startswith(letters) or letters.startswith(head) for head in heads)
 
     def _close_region(self, body: str, end: str, *, may_call: bool = True, is_dropped: bool = False) -> None:

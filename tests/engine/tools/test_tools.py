@@ -311,6 +311,13 @@ def test_what_a_limit_cuts_off_of_a_call_is_no_content(name: str, text: str, cal
         assert "".join(output.content for output in found) == "", text[:end]
 
 
+@pytest.mark.parametrize(("rest", "content"), [(" Some words", " Some words"), ("[TOOL_CALLS]get_w", "")])
+def test_a_limit_cuts_no_words_after_a_call(rest: str, content: str) -> None:
+    following = extractor(parser_named("mistral"))
+    found = [following.append(f"[TOOL_CALLS]get_weather[ARGS]{PARIS}{rest}"), following.finish(is_cut=True)]
+    assert "".join(output.content for output in found) == content
+
+
 def test_the_models_own_ids_are_kept() -> None:
     text = FORMATS[12][1]
     assert [call[0] for call in run([text], parser_named("kimi_k2"))[1]] == ["functions.get_weather:0", "functions.f:1"]
