@@ -7,7 +7,6 @@ model put them into the history, a note replaces them, since the agent's session
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
