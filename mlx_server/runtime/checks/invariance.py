@@ -24,7 +24,7 @@ from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.layers.fixed_rows import REMEDY, FixedRows, same_values
-from mlx_server.runtime.layers.products import install_products
+from mlx_server.runtime.layers.products import install_products, mix_in
 from mlx_server.runtime.model_runner import ModelRunner
 
 
@@ -37,17 +37,6 @@ class _OneByOne:
         rows = mx.broadcast_to(x, (*indices.shape, 1, x.shape[-1])).reshape(-1, 1, x.shape[-1])
         products: mx.array = layer.__call__(rows, indices.flatten(), sorted_indices=False)
         return products.reshape(*indices.shape, *products.shape[1:])
-
-
-class _SwitchLinear(_OneByOne, SwitchLinear):  # type: ignore[misc]
-    pass
-
-
-class _QuantizedSwitchLinear(_OneByOne, QuantizedSwitchLinear):  # type: ignore[misc]
-    pass
-
-
-_EXPERTS = {SwitchLinear: _SwitchLinear, QuantizedSwitchLinear: _QuantizedSwitchLinear}
 
 
 def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str]) -> None:
@@ -71,7 +60,8 @@ def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str
         )
     install_products(model, FixedRows())
     for module in model.modules():
-        module.__class__ = _EXPERTS.get(type(module), type(module))
+        if type(module) in (SwitchLinear, QuantizedSwitchLinear):
+            mix_in(module, _OneByOne)
 
 
 _LENGTHS = {"long": 300, "short": 20}

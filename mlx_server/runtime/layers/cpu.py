@@ -32,7 +32,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_server.runtime.cache.kv_cache import PagedLayerCache
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.layers.products import MakeProduct, RowProduct, install_products, keep_rows_in
+from mlx_server.runtime.layers.products import MakeProduct, RowProduct, install_products, keep_rows_in, mix_in
 
 logger = logging.getLogger(__name__)
 
@@ -171,22 +171,25 @@ class _Native:
     _engine: Any
 
 
-def _convert(module: Any, kind: type[Any], library: Any, engine: Any) -> None:
-    module.__class__ = kind
+def _convert(module: Any, mixin: type[_Native], library: Any, engine: Any) -> None:
+    mix_in(module, mixin)
     object.__setattr__(module, "_library", library)
     object.__setattr__(module, "_engine", engine)
 
 
-class _RMSNorm(_Native, nn.RMSNorm):  # type: ignore[misc]
+class _Norm(_Native):
+    weight: mx.array
+    eps: float
+
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array | None = self._library.rms_norm(self._engine, x, self.weight, self.eps)
-        return super().__call__(x) if y is None else y
+        return super().__call__(x) if y is None else y  # type: ignore[misc]
 
 
 def _install_norm(module: Any, library: Any, engine: Any) -> bool:
     if type(module) is not nn.RMSNorm:
         return False
-    _convert(module, _RMSNorm, library, engine)
+    _convert(module, _Norm, library, engine)
     return True
 
 
@@ -199,24 +202,14 @@ class _Turning(_Native):
         return super().__call__(x, offset) if y is None else y  # type: ignore[misc]
 
 
-class _RoPE(_Turning, nn.RoPE):  # type: ignore[misc]
-    pass
-
-
-class _Llama3RoPE(_Turning, Llama3RoPE):  # type: ignore[misc]
-    pass
-
-
 def _install_rope(module: Any, library: Any, engine: Any) -> bool:
     if type(module) is nn.RoPE:
         frequencies = [module.scale * module.base ** (-i / module.dims) for i in range(0, module.dims, 2)]
-        kind: type[Any] = _RoPE
     elif type(module) is Llama3RoPE:
         frequencies = [1 / wavelength for wavelength in module._freqs.tolist()]
-        kind = _Llama3RoPE
     else:
         return False
-    _convert(module, kind, library, engine)
+    _convert(module, _Turning, library, engine)
     object.__setattr__(module, "_rotation", _rotation(library, tuple(frequencies), bool(module.traditional)))
     return True
 
@@ -235,8 +228,6 @@ _UNKNOWN = object()
 
 
 class _Block:
-    """Mixed into a layer's class, before it in the order of bases."""
-
     _library: Any
     _rotation: Any
     _parts: Any = _UNKNOWN
@@ -262,15 +253,9 @@ def _install_layers(model: Any, library: Any) -> int:
         if _is_known(module):
             object.__setattr__(module, "_library", library)
             object.__setattr__(module, "_rotation", module.self_attn.rope._rotation)
-            kind: Any = type(module)
-            module.__class__ = _fused_class(kind)
+            mix_in(module, _Block)
             count += 1
     return count
-
-
-@lru_cache(maxsize=64)
-def _fused_class(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (_Block, kind), {})
 
 
 def _is_known(module: Any) -> bool:

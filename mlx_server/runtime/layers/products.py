@@ -7,6 +7,7 @@ itself is not wrapped, since mlx-lm also calls it for quantised K/V and with wei
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -22,13 +23,9 @@ MakeProduct = Callable[[Any], RowProduct | None]
 """The product of a layer with `weight` (and `scales`, `biases`, `bits`, `group_size`); None to leave it to MLX."""
 
 
-class _Product:
-    """Mixed into a layer's class, before it in the order of bases."""
-
+class _LinearProduct:
     _product: RowProduct
 
-
-class _LinearProduct(_Product):
     def __call__(self, x: mx.array) -> mx.array:
         layer: Any = self
         y = self._product(x)
@@ -39,43 +36,41 @@ class _LinearProduct(_Product):
         return y
 
 
-class _EmbeddingProduct(_Product):
+class _EmbeddingProduct:
+    _product: RowProduct
+    _rows_dtype: mx.Dtype | None = None
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        rows: mx.array = super().__call__(ids)  # type: ignore[misc]
+        return rows if self._rows_dtype is None else rows.astype(self._rows_dtype)
+
     def as_linear(self, x: mx.array) -> mx.array:
         y = self._product(x)
         return super().as_linear(x) if y is None else y  # type: ignore[misc]
 
 
-class _Linear(_LinearProduct, nn.Linear):  # type: ignore[misc]
-    pass
+_MIXINS: dict[type[Any], type[Any]] = {
+    nn.Linear: _LinearProduct,
+    nn.QuantizedLinear: _LinearProduct,
+    nn.Embedding: _EmbeddingProduct,
+    nn.QuantizedEmbedding: _EmbeddingProduct,
+}
+"""By exact types: subclasses may compute something else."""
 
 
-class _QuantizedLinear(_LinearProduct, nn.QuantizedLinear):  # type: ignore[misc]
-    pass
+@lru_cache(maxsize=64)
+def _mixed(mixin: type[Any], kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (mixin, kind), {})
 
 
-class _Embedding(_EmbeddingProduct, nn.Embedding):  # type: ignore[misc]
-    _rows_dtype: mx.Dtype | None = None
-
-    def __call__(self, ids: mx.array) -> mx.array:
-        rows: mx.array = super().__call__(ids)
-        return rows if self._rows_dtype is None else rows.astype(self._rows_dtype)
-
-
-class _QuantizedEmbedding(_EmbeddingProduct, nn.QuantizedEmbedding):  # type: ignore[misc]
-    pass
-
-
-_OURS: dict[type[Any], type[Any]] = {
-    nn.Linear: _Linear,
-    nn.QuantizedLinear: _QuantizedLinear,
-    nn.Embedding: _Embedding,
-    nn.QuantizedEmbedding: _QuantizedEmbedding,
-}  # exact types: subclasses may compute something else
+def mix_in(module: Any, mixin: Any) -> None:
+    """Gives a module a subclass of its class in which the methods of the class `mixin` come first."""
+    module.__class__ = _mixed(mixin, module.__class__)
 
 
 def takes_product(module: Any) -> bool:
     """Whether `install_products` may give the module a product."""
-    return type(module) in _OURS
+    return type(module) in _MIXINS
 
 
 def install_products(model: Any, make: MakeProduct) -> int:
@@ -85,7 +80,7 @@ def install_products(model: Any, make: MakeProduct) -> int:
     for module in model.modules():
         product = make(module) if takes_product(module) else None
         if product is not None:
-            module.__class__ = _OURS[type(module)]
+            mix_in(module, _MIXINS[type(module)])
             object.__setattr__(module, "_product", product)  # no parameter and no child of the module
             taken += 1
     return taken
