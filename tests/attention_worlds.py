@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import KvBits, group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import KV_GROUP_SIZE, KvBits, side_bits
 
 Floats = npt.NDArray[Any]
 EIGHT, EIGHT_FOUR, FOUR = KvBits(8, 8), KvBits(8, 4), KvBits(4, 4)
@@ -122,9 +122,8 @@ def as_stored(rows: Floats, bits: int | None) -> Floats:
     """Float32 rows after `mx.quantize` and back."""
     if bits is None:
         return rows
-    group_size = group_size_of(rows.shape[-1])
-    quantised = mx.quantize(mx.array(rows), group_size=group_size, bits=bits)
-    return np.array(mx.dequantize(*quantised, group_size=group_size, bits=bits))
+    quantised = mx.quantize(mx.array(rows), group_size=KV_GROUP_SIZE, bits=bits)
+    return np.array(mx.dequantize(*quantised, group_size=KV_GROUP_SIZE, bits=bits))
 
 
 def shuffled_tables(lengths: Sequence[int], rng: np.random.Generator) -> npt.NDArray[np.int32]:

@@ -18,7 +18,7 @@ from emulator.kernel import Emulator
 from emulator.toolchain import Toolchain
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import KV_GROUP_SIZE, side_bits
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import MakeKernel, read_text
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, host_view
@@ -130,14 +130,13 @@ def _fill(pool: mx.array, rows: mx.array, bits: int | None) -> np.ndarray:
         return _float64(rows)
     packed, scales, biases = quantised(rows, bits)
     host_view(pool)[...] = host_view(runs_of(packed, scales, biases))
-    group_size = group_size_of(rows.shape[-1])
     parts = (part.astype(mx.float32) for part in (scales, biases))
-    return _float64(mx.dequantize(packed, *parts, group_size=group_size, bits=bits).astype(rows.dtype))
+    return _float64(mx.dequantize(packed, *parts, group_size=KV_GROUP_SIZE, bits=bits).astype(rows.dtype))
 
 
 def quantised(rows: mx.array, bits: int) -> list[mx.array]:
     """MLX's codes, scales and biases of rows, with NaN scales for NaN rows."""
-    parts = mx.quantize(rows, group_size=group_size_of(rows.shape[-1]), bits=bits)
+    parts = mx.quantize(rows, group_size=KV_GROUP_SIZE, bits=bits)
     is_nan = mx.isnan(rows[..., :1])
     return [parts[0], *(mx.where(is_nan, mx.array(mx.nan, part.dtype), part) for part in parts[1:])]
 

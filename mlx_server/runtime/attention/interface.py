@@ -122,7 +122,7 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What one attention layer stores: for each KV head K rows of `key_dim` and V rows of `value_dim`. With `bits` they
-    are quantised: codes, and a scale and a bias of `dtype` for each group of `group_size_of` numbers, where a number is
+    are quantised: codes, and a scale and a bias of `dtype` for each `KV_GROUP_SIZE` numbers, where a number is
     code * scale + bias as in MLX's affine quantisation. Raises `ConfigError` for dimensions that cannot be
     quantised."""
 

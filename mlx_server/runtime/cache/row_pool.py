@@ -259,11 +259,10 @@ class RowsInPlace:
 class QuantizedRows:
     """Rows with `bits` for each number, and a scale and a bias for each group of numbers."""
 
-    def __init__(self, parts: Sequence[Rows], bits: int, group_size: int, dtype: mx.Dtype) -> None:
+    def __init__(self, parts: Sequence[Rows], bits: int, dtype: mx.Dtype) -> None:
         """`parts` are codes, scales and biases."""
         self._parts = tuple(parts)
         self._bits = bits
-        self._group_size = group_size
         self._dtype = dtype
         self.needs_synchronous_steps = any(part.needs_synchronous_steps for part in parts)
 
@@ -273,20 +272,20 @@ class QuantizedRows:
         *places, dim = shape
         dtypes = (mx.uint32, dtype, dtype)
         parts = [make((*places, size), kind) for size, kind in zip(_part_sizes(dim, bits), dtypes)]
-        return cls(parts, bits, group_size_of(dim), dtype)
+        return cls(parts, bits, dtype)
 
     def write(self, slots: Slots, rows: mx.array) -> None:
         rows = rows.astype(self._dtype)
-        quantised = mx.quantize(rows, group_size=self._group_size, bits=self._bits)
+        quantised = mx.quantize(rows, group_size=KV_GROUP_SIZE, bits=self._bits)
         for part, values in zip(self._parts, quantised, strict=True):
             part.write(slots, values)
 
     def read(self, slots: Slots) -> mx.array:
         packed, scales, biases = (part.read(slots) for part in self._parts)
-        return mx.dequantize(packed, scales, biases, group_size=self._group_size, bits=self._bits)
+        return mx.dequantize(packed, scales, biases, group_size=KV_GROUP_SIZE, bits=self._bits)
 
     def take(self, slots: Slots) -> QuantizedRows:
-        return QuantizedRows([part.take(slots) for part in self._parts], self._bits, self._group_size, self._dtype)
+        return QuantizedRows([part.take(slots) for part in self._parts], self._bits, self._dtype)
 
     def parts(self) -> Sequence[Rows]:
         return self._parts
@@ -295,7 +294,7 @@ class QuantizedRows:
         num_slots, num_heads, dim = shape
         sizes = _part_sizes(dim, self._bits)
         parts = [part.view((num_slots, num_heads, size)) for part, size in zip(self._parts, sizes, strict=True)]
-        return QuantizedRows(parts, self._bits, group_size_of(dim), self._dtype)
+        return QuantizedRows(parts, self._bits, self._dtype)
 
     def arrays(self) -> list[mx.array]:
         return [array for part in self._parts for array in part.arrays()]
@@ -350,14 +349,7 @@ def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None, make: MakeRows) 
 
 def _part_sizes(dim: int, bits: int) -> tuple[int, int, int]:
     """The numbers of code words, scales and biases of one quantised row."""
-    return dim * bits // 32, dim // group_size_of(dim), dim // group_size_of(dim)
-
-
-def group_size_of(dim: int) -> int:
-    """How many numbers share a scale. Raises `ConfigError` for dimensions that cannot be quantised."""
-    if dim % KV_GROUP_SIZE:
-        raise ConfigError(f"--kv-bits needs head dimensions that are multiples of {KV_GROUP_SIZE}; one is {dim}.")
-    return KV_GROUP_SIZE
+    return dim * bits // 32, dim // KV_GROUP_SIZE, dim // KV_GROUP_SIZE
 
 
 def rotate(rows: mx.array) -> mx.array:
@@ -374,7 +366,9 @@ def rotate(rows: mx.array) -> mx.array:
 
 
 def row_bytes(dim: int, dtype: mx.Dtype, bits: int | None) -> int:
-    """Bytes of one row of one head."""
-    if bits is None or not dim:
+    """Bytes of one row of one head. Raises `ConfigError` for dimensions that cannot be quantised."""
+    if bits is None:
         return dim * dtype.size
-    return dim * bits // 8 + 2 * dtype.size * (dim // group_size_of(dim))
+    if dim % KV_GROUP_SIZE:
+        raise ConfigError(f"--kv-bits needs head dimensions that are multiples of {KV_GROUP_SIZE}; one is {dim}.")
+    return dim * bits // 8 + 2 * dtype.size * (dim // KV_GROUP_SIZE)

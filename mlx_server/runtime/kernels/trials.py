@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.runtime.attention.interface import LayerSpec
-from mlx_server.runtime.cache.row_pool import group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import KV_GROUP_SIZE, side_bits
 
 Clock = Callable[[], float]
 
@@ -38,10 +38,9 @@ def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype
     """
     if bits is None:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
-    group_size = group_size_of(shape[-1])
-    groups = (*shape[:-1], shape[-1] // group_size)
+    groups = (*shape[:-1], shape[-1] // KV_GROUP_SIZE)
     num_codes = 2**bits
-    codes = rng.integers(0, num_codes, size=(*groups, group_size), dtype=np.uint8).astype(np.float32)
+    codes = rng.integers(0, num_codes, size=(*groups, KV_GROUP_SIZE), dtype=np.uint8).astype(np.float32)
     codes[..., 0], codes[..., 1] = 0, num_codes - 1
     steps = rng.choice(np.array([-2, -1, 1, 2], np.float32), size=(*groups, 1)) * 2 / num_codes
     return mx.array(((codes - num_codes // 2) * steps).reshape(shape)).astype(dtype)

@@ -132,13 +132,13 @@ void check_rows(Engine& engine) {
 
 // A prompt of 70 tokens in chunks of 33, 36 and 1, beside a second request of as many.
 void check_attention(Engine& engine, int64_t bits, int64_t window, double most) {
-  const int64_t requests = 2, heads = 6, kv_heads = 2, key_dim = 64, value_dim = 32, total = 70, width = 3, group = 32;
+  const int64_t requests = 2, heads = 6, kv_heads = 2, key_dim = 64, value_dim = 32, total = 70, width = 3;
   const double scale = 0.125;
   const Numbers q = normal(requests * total * heads * key_dim), k = normal(requests * total * kv_heads * key_dim),
                 v = normal(requests * total * kv_heads * value_dim);
   std::vector<float> keys((requests * width + 1) * kv_heads * key_dim * 32 + 64), values(keys.size());
   const int32_t tables[] = {4, 1, 3, 2, 6, 5};
-  Pool pool = {keys.data(), values.data(), kv_heads, key_dim, value_dim, bits, bits ? group : 0, bits ? group : 0};
+  Pool pool = {keys.data(), values.data(), kv_heads, key_dim, value_dim, bits, bits};
   double worst = 0;
   for (int64_t from = 0; from < total;) {
     const int64_t count = from == 0 ? 33 : from == 33 ? 36 : 1;
@@ -219,7 +219,7 @@ void check_layer(Engine& engine) {
         sharing.insert(sharing.end(), {-1, 0}), positions.push_back(int32_t(first + r));
       }
       Call call = {};
-      call.pool = {keys.data(), values.data(), 1, head, head, 0, 0, 0, 0};
+      call.pool = {keys.data(), values.data(), 1, head, head, 0, 0};
       call.num_heads = heads, call.scale = 0.2, call.num_tokens = call.num_requests = count, call.table_width = 1;
       call.slots = slots.data(), call.query_starts = starts.data(), call.context_lens = lengths.data();
       call.block_tables = tables.data(), call.sharing = sharing.data();

@@ -155,7 +155,7 @@ FAULTS = (
     ("kv_write_quantized", "is_low_far ? low : high", "high"),
     ("kv_write_quantized", "scales[BLOCK * groups] = T(bias);", ""),
     ("kv_write_quantized", "scales[0] = T(scale);", "scales[0] = T(-scale);"),
-    ("kv_gather", "at * groups + first / group", "at * groups"),
+    ("kv_gather", "at * groups + first / KV_GROUP", "at * groups"),
     ("kv_gather", "(at * dim + first) * bits / 32", "(at * dim) * bits / 32"),
     ("kv_gather", "+ groups * GROUP_WORDS", ""),
     ("kv_gather", "float(scales[BLOCK * groups])", "float(scales[0])"),
@@ -172,8 +172,8 @@ def test_what_writes_or_reads_wrongly_is_not_used(kernel: str, old: str, new: st
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("element / KEY_GROUP", "0"),
-        ("element / VALUE_GROUP", "0"),
+        ("KEY_GROUPS + element / KV_GROUP", "KEY_GROUPS"),
+        ("VALUE_GROUPS + element / KV_GROUP", "VALUE_GROUPS"),
         ("KEY_CODES) + at * KEY_GROUPS", "KEY_CODES) + BLOCK * KEY_GROUPS + at * KEY_GROUPS"),
         ("codes >> (i * VALUE_BITS) & VALUE_MASK) * value_scale", "codes >> (i * VALUE_BITS)) * value_scale"),
         ("(element * KEY_BITS % 32)", "0"),

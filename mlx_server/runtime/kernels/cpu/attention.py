@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import Rows, RowsInPlace, RowsShape, Slots, group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import Rows, RowsInPlace, RowsShape, Slots, side_bits
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError
 from mlx_server.runtime.kernels.sharing import Readers, find_runs
@@ -28,8 +28,8 @@ from mlx_server.runtime.kernels.sharing import Readers, find_runs
 _SLACK_BYTES = 64
 """What the widest vector load may read past the last row of V."""
 
-_POOL = struct.Struct("=9q")
-"""`struct Pool` of call.h."""
+_POOL = struct.Struct("=7q")
+"""`struct Pool` of engine.h."""
 
 
 @dataclass(slots=True)
@@ -216,10 +216,8 @@ def _sharing(starts: IntArray, lengths: IntArray, tables: IntArray) -> IntArray:
 
 
 def _fields(spec: LayerSpec, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> bytes:
-    dims = spec.key_dim, spec.value_dim
-    groups = (0, 0) if spec.bits is None else tuple(group_size_of(dim) for dim in dims)
     bits = [count or 0 for count in side_bits(spec.bits)]
-    return _POOL.pack(_address(keys), _address(values), spec.num_kv_heads, *dims, *bits, *groups)
+    return _POOL.pack(_address(keys), _address(values), spec.num_kv_heads, spec.key_dim, spec.value_dim, *bits)
 
 
 def _address(array: npt.NDArray[Any]) -> int:

@@ -1,4 +1,5 @@
-// The threads, their scratch memory, and the functions that run on them. The caller holds the engine's mutex.
+// The threads, their scratch memory, and the functions that run on them, with their arguments. The caller holds the
+// engine's mutex.
 
 #pragma once
 
@@ -9,10 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
-#include "call.h"
-#include "rotation.h"
 #include "threads.h"
 
 // Memory for floats that is kept from call to call and never shrinks.
@@ -99,8 +99,61 @@ void normalize(Engine&, const float* x, const float* weight, float eps, int64_t 
 // y = gate / (1 + e^-gate) * up
 void gate(Engine&, const float* gate, const float* up, int64_t count, float* y);
 
+// One layer's memory, in the layout of kv_layout.h. attention.py has the same fields. 0 bits are float32.
+struct Pool {
+  void *keys, *values;
+  int64_t num_kv_heads, key_dim, value_dim, key_bits, value_bits;
+};
+
+// One row for each token and head of this step. Strides are in floats.
+struct Tokens {
+  const float* data;
+  int64_t token_stride, head_stride;
+
+  const float* row(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
+};
+
+// An attention call. `keys` and `sinks` may be null; `window` 0 is none.
+struct Call {
+  Tokens queries, keys, values;
+  const float* sinks;
+  float* output;
+  Pool pool;
+  int64_t num_heads, window;
+  double scale;
+  const int64_t* slots;
+  const int32_t *query_starts, *context_lens, *block_tables;
+  const int32_t* sharing;  // [requests, 2]: the first request with the same leading blocks, or -1; and how many blocks
+  const int32_t* both_ways;  // [requests]: 1 if its tokens also see later ones of the step; null if none do
+  int64_t num_tokens, num_requests, table_width;
+};
+
 // Attention over a pool, see attention.cpp.
 void attend(Engine&, const Call&);
+
+// Rotary embeddings: rotates pairs of a head's first numbers by position * frequency. Pairs are (i, i + half), or
+// neighbours if `is_traditional`. The sines and cosines of recent positions are kept, each at its position modulo kKept;
+// the engine's lock covers them.
+class Rotation : public std::enable_shared_from_this<Rotation> {
+ public:
+  Rotation(std::vector<double> frequencies, bool is_traditional)
+      : frequencies_(std::move(frequencies)), is_traditional_(is_traditional), positions_(kKept, -1), angles_(kKept) {}
+
+  int64_t half() const { return frequencies_.size(); }
+
+  // `y` may be `x` if `stride` is 1.
+  void turn(const float* x, int64_t stride, int64_t size, int64_t position, float* y);
+
+ private:
+  static constexpr int64_t kKept = 2048;
+
+  const float* angles_at(int64_t position);
+
+  const std::vector<double> frequencies_;
+  const bool is_traditional_;
+  std::vector<int64_t> positions_;
+  std::vector<std::vector<float>> angles_;
+};
 
 // A transformer layer, see layer.cpp. `products` and `norms` are in the order of `Product` and `Norm`.
 struct Layer {

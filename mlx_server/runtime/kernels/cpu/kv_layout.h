@@ -14,8 +14,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "call.h"
 #include "attention_product.h"
+#include "engine.h"
 
 namespace {
 

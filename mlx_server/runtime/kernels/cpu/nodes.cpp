@@ -32,7 +32,6 @@
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
-#include "rotation.h"
 
 namespace mx = mlx::core;
 namespace nb = nanobind;

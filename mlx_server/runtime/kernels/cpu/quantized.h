@@ -3,9 +3,9 @@
 //
 //     K codes   [key_dim / 32][4 * key_bits][32]      a row of bytes has a number of each of 32 tokens
 //     V codes   [value_dim / 32][32][4 * value_bits]  a row of bytes has 32 numbers of one token
-//     scales    [groups][32] floats, a token each; biases the same
+//     scales    [dim / 32][32] floats, a token each; biases the same
 //
-// A number is code * scale + bias. Of 4 bits, numbers i and i + 16 of each 32 share byte i, low bits first; tokens
+// Each 32 numbers of a row are a group: a number is code * scale + bias. Of 4 bits, numbers i and i + 16 of each 32 share byte i, low bits first; tokens
 // share no byte, so that threads may write side by side.
 //
 // Rows are widened into a few KiB that stay in the nearest cache, 32 or 64 of them at a time: memory is read
@@ -25,14 +25,14 @@ struct Affine {
   float scale, bias;
 };
 
-// Packs a group of `count` numbers into `count` / 32 rows of 4 * kBits bytes. As MLX quantises: the number farthest
-// from 0 comes back as it was, and 0 as 0, but for a rounding, where it lies between the others.
+// Packs a group of numbers into a row of 4 * kBits bytes. As MLX quantises: the number farthest from 0 comes back as it
+// was, and 0 as 0, but for a rounding, where it lies between the others.
 template <int kBits>
-Affine quantize(const float* numbers, int64_t count, uint8_t* rows) {
+Affine quantize(const float* numbers, uint8_t* row) {
   constexpr int kBytes = 4 * kBits;
   constexpr float kMost = (1 << kBits) - 1, kSmallestScale = 1e-7f;
   Floats lowest = load(numbers), highest = lowest;
-  for (int64_t i = kLanes; i < count; i += kLanes) {
+  for (int i = kLanes; i < kPanel; i += kLanes) {
     const Floats x = load(numbers + i);
     lowest = Smaller()(lowest, x);
     highest = Larger()(highest, x);
@@ -44,17 +44,15 @@ Affine quantize(const float* numbers, int64_t count, uint8_t* rows) {
   const float steps = __builtin_rintf(edge / guess);
   const Affine affine = steps == 0 ? Affine{guess, 0.0f} : Affine{edge / steps, edge};
   uint8_t codes[kPanel];
-  for (int64_t i = 0; i < count; i += kPanel, rows += kBytes) {
-    for (int v = 0; v < kPanel; v += kLanes) {
-      const Floats place = (load(numbers + i + v) - affine.bias) / affine.scale;
-      const Floats clamped = Smaller()(Larger()(place, fill(0.0f)), fill(kMost));
-      const Bytes bytes = __builtin_convertvector((Ints)(clamped + kRounding) - kRoundingBits, Bytes);
-      std::memcpy(codes + v, &bytes, sizeof bytes);
-    }
-    for (int b = 0; b < kBytes; ++b) {
-      rows[b] = codes[b];
-      for (int n = 1; n < kPanel / kBytes; ++n) rows[b] |= codes[b + n * kBytes] << n * kBits;
-    }
+  for (int v = 0; v < kPanel; v += kLanes) {
+    const Floats place = (load(numbers + v) - affine.bias) / affine.scale;
+    const Floats clamped = Smaller()(Larger()(place, fill(0.0f)), fill(kMost));
+    const Bytes bytes = __builtin_convertvector((Ints)(clamped + kRounding) - kRoundingBits, Bytes);
+    std::memcpy(codes + v, &bytes, sizeof bytes);
+  }
+  for (int b = 0; b < kBytes; ++b) {
+    row[b] = codes[b];
+    for (int n = 1; n < kPanel / kBytes; ++n) row[b] |= codes[b + n * kBytes] << n * kBits;
   }
   return affine;
 }
@@ -67,27 +65,24 @@ class QuantizedRows {
 
   explicit QuantizedRows(const Pool& pool)
       : pool_(pool),
-        keys_(pool.keys, pool.key_dim, pool.key_group, kKeyBytes),
-        values_(pool.values, pool.value_dim, pool.value_group, kValueBytes) {}
+        keys_(pool.keys, pool.key_dim, kKeyBytes),
+        values_(pool.values, pool.value_dim, kValueBytes) {}
 
   void write(int64_t block, int64_t offset, int64_t head, const float* key, const float* value) const {
-    uint8_t rows[kMaxGroup / kPanel * std::max(kKeyBytes, kValueBytes)];
     const Run k = keys_.run(index(block, head));
-    for (int64_t d = 0, g = offset; d < pool_.key_dim; d += pool_.key_group, g += kBlock) {
-      const Affine affine = quantize<kKeyBits>(key + d, pool_.key_group, rows);
+    for (int64_t d = 0, g = offset; d < pool_.key_dim; d += kPanel, g += kBlock) {
+      uint8_t row[kKeyBytes];
+      const Affine affine = quantize<kKeyBits>(key + d, row);
       k.scales[g] = affine.scale;
       k.biases[g] = affine.bias;
       uint8_t* column = k.codes + d / kPanel * kKeyBytes * kBlock + offset;
-      for (int64_t b = 0; b < pool_.key_group / kPanel * kKeyBytes; ++b) column[b * kBlock] = rows[b];
+      for (int b = 0; b < kKeyBytes; ++b) column[b * kBlock] = row[b];
     }
     const Run v = values_.run(index(block, head));
-    for (int64_t d = 0, g = offset; d < pool_.value_dim; d += pool_.value_group, g += kBlock) {
-      const Affine affine = quantize<kValueBits>(value + d, pool_.value_group, rows);
+    for (int64_t d = 0, g = offset; d < pool_.value_dim; d += kPanel, g += kBlock) {
+      const Affine affine = quantize<kValueBits>(value + d, v.codes + g * kValueBytes);
       v.scales[g] = affine.scale;
       v.biases[g] = affine.bias;
-      for (int64_t p = 0; p < pool_.value_group / kPanel; ++p) {
-        std::memcpy(v.codes + ((d / kPanel + p) * kBlock + offset) * kValueBytes, rows + p * kValueBytes, kValueBytes);
-      }
     }
   }
 
@@ -95,9 +90,9 @@ class QuantizedRows {
   const float* keys(int64_t block, int64_t head, int64_t first, int64_t count, float* room) const {
     const Run run = keys_.run(index(block, head)), later = values_.run(index(block, head));
     for (int64_t d = 0; d < count; d += kPanel) {
-      if (first + d < pool_.value_dim) fetch_group(later, first + d, pool_.value_group);
+      if (first + d < pool_.value_dim) fetch_group(later, first + d);
       const uint8_t* ahead = later.codes + (first + d) * kValueBytes;
-      const int64_t group = (first + d) / pool_.key_group * kBlock;
+      const int64_t group = (first + d) / kPanel * kBlock;
       Floats scales[kVectors], biases[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         scales[v] = load(run.scales + group + v * kLanes);
@@ -123,9 +118,9 @@ class QuantizedRows {
   const float* values(int64_t block, int64_t head, int64_t column, int64_t tokens, int64_t later, float* room) const {
     const Run run = values_.run(index(block, head));
     const Run next = keys_.run(index(later, head));
-    if (column < pool_.key_dim) fetch_group(next, column, pool_.key_group);
+    if (column < pool_.key_dim) fetch_group(next, column);
     const uint8_t* ahead = next.codes + column * kKeyBytes;
-    const int64_t group = column / pool_.value_group * kBlock;
+    const int64_t group = column / kPanel * kBlock;
     const uint8_t* codes = run.codes + column / kPanel * kValueBytes * kBlock;
     for (int64_t token = 0; token < tokens; ++token, codes += kValueBytes, ahead += kKeyBytes) {
       __builtin_prefetch(ahead);
@@ -143,7 +138,7 @@ class QuantizedRows {
   const float* values_ahead(int64_t, int64_t, int64_t, float* room) const { return room; }
 
  private:
-  static constexpr int kKeyBytes = 4 * kKeyBits, kValueBytes = 4 * kValueBits, kMaxGroup = 64, kLineBytes = 64;
+  static constexpr int kKeyBytes = 4 * kKeyBits, kValueBytes = 4 * kValueBits;
 
   struct Run {
     uint8_t* codes;
@@ -153,8 +148,8 @@ class QuantizedRows {
   // All runs of K or of V.
   class Runs {
    public:
-    Runs(void* memory, int64_t dim, int64_t group, int64_t bytes)
-        : memory_(static_cast<uint8_t*>(memory)), codes_(dim * bytes), scales_(dim / group * kBlock) {}
+    Runs(void* memory, int64_t dim, int64_t bytes)
+        : memory_(static_cast<uint8_t*>(memory)), codes_(dim * bytes), scales_(dim / kPanel * kBlock) {}
 
     Run run(int64_t index) const {
       uint8_t* codes = memory_ + index * (codes_ + 2 * scales_ * int64_t(sizeof(float)));
@@ -176,11 +171,11 @@ class QuantizedRows {
 
   int64_t index(int64_t block, int64_t head) const { return block * pool_.num_kv_heads + head; }
 
-  // Asks for the scales and biases of a group, if its dimensions begin at `first`.
-  static void fetch_group(const Run& run, int64_t first, int64_t group) {
-    for (int at = 0; first % group == 0 && at < kBlock; at += kLine) {
-      __builtin_prefetch(run.scales + first / group * kBlock + at);
-      __builtin_prefetch(run.biases + first / group * kBlock + at);
+  // Asks for the scales and biases of the group whose dimensions begin at `first`.
+  static void fetch_group(const Run& run, int64_t first) {
+    for (int at = 0; at < kBlock; at += kLine) {
+      __builtin_prefetch(run.scales + first / kPanel * kBlock + at);
+      __builtin_prefetch(run.biases + first / kPanel * kBlock + at);
     }
   }
 

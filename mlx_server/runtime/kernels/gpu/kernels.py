@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import LayerSpec
-from mlx_server.runtime.cache.row_pool import group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import KV_GROUP_SIZE, side_bits
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.variants import (
@@ -147,7 +147,7 @@ class PoolKernels:
         if spec.bits is None:
             self._write, width = kernels.make(KV_WRITE, sizes), max(dims) // 4
         else:
-            self._write, width = kernels.make(KV_WRITE_QUANTIZED, sizes), sum(dim // group_size_of(dim) for dim in dims)
+            self._write, width = kernels.make(KV_WRITE_QUANTIZED, sizes), sum(dims) // KV_GROUP_SIZE
         self._write_grid = width, spec.num_kv_heads
         self._write_threads = _rows_threadgroup(width, spec.num_kv_heads)
         self._gather = kernels.make(KV_GATHER, _row_sizes(spec))
@@ -282,15 +282,13 @@ def _head_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | b
 def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:
     """The layout of K and V rows in a block; 0 bits are unquantised rows."""
     key_bits, value_bits = side_bits(spec.bits)
-    groups = [dim if spec.bits is None else group_size_of(dim) for dim in (spec.key_dim, spec.value_dim)]
     return {
         "KEY_DIM": spec.key_dim,
         "VALUE_DIM": spec.value_dim,
         "BLOCK": BLOCK_SIZE,
         "KEY_BITS": key_bits or 0,
         "VALUE_BITS": value_bits or 0,
-        "KEY_GROUP": groups[0],
-        "VALUE_GROUP": groups[1],
+        "KV_GROUP": KV_GROUP_SIZE,
     }
 
 
