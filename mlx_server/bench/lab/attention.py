@@ -19,7 +19,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import AttentionBackend, IntArray, StepPlan
 from mlx_server.runtime.kernels.cpu.native import default_threads
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
-from mlx_server.runtime.kernels.gpu.plan import decode_bytes
+from mlx_server.runtime.kernels.gpu.plan import make_work
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
 from mlx_server.runtime.kernels.trials import Clock, exact_kv, median_times
 
@@ -302,9 +302,23 @@ def backend_with(name: str) -> MakeBackend:
 
 
 def moved_bytes(case: Case, variant: KernelVariant, num_cores: int) -> int:
-    """The bytes that a variant loads and stores for one layer of a decode case."""
-    contexts = [case.context] * case.num_sequences
-    return decode_bytes(case.shape, contexts, variant, num_cores=num_cores)
+    """The bytes that a variant loads and stores for one layer of a decode case on a GPU with `num_cores`, as if there
+    were no caches."""
+    shape = case.shape
+    contexts = np.full(case.num_sequences, case.context, np.int32)
+    work = make_work(contexts, None, shape, variant, num_cores)
+    num_items = len(work.items)
+    blocks = int((-(-work.items[:, 2] // BLOCK_SIZE) - work.items[:, 1] // BLOCK_SIZE).sum())
+    reads = variant.tiles(shape) * variant.head_simdgroups(shape)  # of each K/V row
+    queries = shape.num_query_heads * shape.key_dim * shape.dtype.size
+    results = shape.num_query_heads * shape.value_dim * shape.dtype.size
+    indices = 4 * shape.num_kv_heads * reads * (blocks + 4 * num_items)
+    stats = 2 * 4 * num_items * shape.num_query_heads
+    moved = case.kv_bytes * reads + num_items * queries * variant.streams(shape) + indices + stats
+    if work.is_split:
+        partial = num_items * shape.num_query_heads * shape.value_dim * mx.float32.size
+        moved += 2 * partial + stats
+    return moved + case.num_sequences * results
 
 
 def _timed(variants: Sequence[KernelVariant], measure: Measure) -> list[Timed]:

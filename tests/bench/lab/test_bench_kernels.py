@@ -32,7 +32,6 @@ from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu import choice_files
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
-from mlx_server.runtime.kernels.gpu.plan import decode_bytes
 from mlx_server.runtime.kernels.gpu.variant_choice import load_choice, store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
 from mlx_server.runtime.kernels.trials import median_times
@@ -180,10 +179,17 @@ def test_bytes_that_must_move_equal_a_count_by_hand() -> None:
     assert Case(TINY, 1, 40, 70).required_bytes == 2 * (70 * 2 * 16 * 4) + 2 * (40 * 4 * 16 * 4) == 38_400
 
 
-def test_a_decode_moves_what_the_kernels_count_says() -> None:
-    variant = default_variant(SHAPE)
-    case = Case(SHAPE, 3, 1, 100)
-    assert moved_bytes(case, variant, 10) == decode_bytes(SHAPE, [100] * 3, variant, num_cores=10) > case.required_bytes
+def test_bytes_moved_grow_with_rereads_and_with_splitting() -> None:
+    case, variant = Case(SHAPE, 1, 1, 4096), replace(CHOICE, heads_per_simdgroup=4, partition_tokens=None)
+    whole = moved_bytes(case, variant, 1)
+    rows = 4096 * 2 * 256 * 2
+    assert rows < whole < rows * 1.02
+    assert rows < case.required_bytes < whole
+    reread = moved_bytes(case, replace(variant, heads_per_simdgroup=1), 1)
+    assert 4 * rows < reread < 4 * rows * 1.02
+    parts = moved_bytes(case, replace(variant, partition_tokens=128), 1)
+    partials = 32 * 8 * 128 * 4
+    assert whole + 2 * partials < parts < whole + 4 * partials
 
 
 def test_small_cases_take_all_layers_and_large_ones_fewer() -> None:
@@ -326,7 +332,7 @@ def test_the_sweeps_table_shows_bytes_and_the_default() -> None:
     lines = render_sweep(found).splitlines()
     assert lines[0] == "8 heads on 2 of 128, float16: 12 variants over 1 decodes, 0.32 MB must move"
     assert len(lines) == 4 + 10 + 1
-    moved = decode_bytes(SHAPE, [100] * 3, CHOICE, num_cores=10)
+    moved = moved_bytes(case, CHOICE, 10)
     cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
     assert cells == ["2", "4", "16", "2", "512", f"{moved / 1e6:.2f}", f"{moved / 1e6:.1f}", "2.00x"]
     assert [cell.strip() for cell in lines[-1].strip("|").split("|")][-1] == "1.00x"
@@ -458,6 +464,6 @@ def test_the_command_sweeps_a_gpus_kernels_and_serves_with_the_best(
     assert len(found["variants"]) == 3
     assert chosen in [replace(v, partition_tokens=tokens) for v in variants for tokens in (None, 32)]
     assert load_choice()(shape) == chosen
-    moved = decode_bytes(shape, [40, 40], chosen, num_cores=4)
+    moved = moved_bytes(Case(shape, 2, 1, 40), chosen, 4)
     assert (result["backend"], result["moved_bytes"], best["moved_bytes"]) == (make_backend().name, moved, [moved])
     assert "2 heads on 1 of 64, float32: 3 variants over 1 decodes" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from emulator.worlds import Chunk, step_of
 
 from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, read_text
-from mlx_server.runtime.kernels.gpu.plan import GATHER_TOKENS, Cut, GpuMetadata, decode_bytes, make_work
+from mlx_server.runtime.kernels.gpu.plan import GATHER_TOKENS, Cut, GpuMetadata, make_work
 from mlx_server.runtime.kernels.gpu.variants import (
     DTYPES,
     HEAD_DIMS,
@@ -228,20 +228,6 @@ def test_lanes_must_split_both_rows() -> None:
 def test_unsupported_shapes_say_why(shape: DecodeShape, reason: str | None) -> None:
     assert unsupported_reason(shape) == reason
     assert DecodeShape.of(LayerSpec(2, 64, 96, mx.float16), 6) == DecodeShape(6, 2, 64, 96, mx.float16)
-
-
-# ---- bytes
-
-
-def test_bytes_moved_grow_with_rereads_and_with_splitting() -> None:
-    whole = decode_bytes(SHAPE, [4096], VARIANT, num_cores=1)
-    rows = 4096 * 2 * 256 * 2
-    assert rows < whole < rows * 1.02
-    reread = decode_bytes(SHAPE, [4096], dataclasses.replace(VARIANT, heads_per_simdgroup=1), num_cores=1)
-    assert 4 * rows < reread < 4 * rows * 1.02
-    parts = decode_bytes(SHAPE, [4096], dataclasses.replace(VARIANT, partition_tokens=128), num_cores=1)
-    partials = 32 * 8 * 128 * 4
-    assert whole + 2 * partials < parts < whole + 4 * partials
 
 
 # ---- texts

@@ -370,23 +370,3 @@ def _pool_rows(tables: IntArray, first: int, end: int, num_kv_heads: int) -> tup
     blocks = tables[:, first // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
     heads = np.arange(num_kv_heads, dtype=np.int32)
     return blocks[:, None, :] * num_kv_heads + heads[:, None], first // BLOCK_SIZE * BLOCK_SIZE
-
-
-def decode_bytes(shape: DecodeShape, context_lens: Sequence[int], variant: KernelVariant, *, num_cores: int) -> int:
-    """The bytes that decode attention of one layer over contexts of these lengths loads and stores on a GPU with
-    `num_cores`, as if there were no caches."""
-    work = make_work(np.asarray(context_lens, np.int32), None, shape, variant, num_cores)
-    blocks = int((-(-work.items[:, 2] // BLOCK_SIZE) - work.items[:, 1] // BLOCK_SIZE).sum())
-    rows = sum(context_lens) * shape.spec.token_bytes
-    queries = shape.num_query_heads * shape.key_dim * shape.dtype.size
-    results = shape.num_query_heads * shape.value_dim * shape.dtype.size
-
-    num_items = len(work.items)
-    reads = variant.row_reads(shape)
-    indices = 4 * shape.num_kv_heads * reads * (blocks + 4 * num_items)
-    stats = 2 * 4 * num_items * shape.num_query_heads
-    moved = rows * reads + num_items * queries * variant.streams(shape) + indices + stats
-    if work.is_split:
-        partial = num_items * shape.num_query_heads * shape.value_dim * mx.float32.size
-        moved += 2 * partial + stats
-    return moved + len(context_lens) * results

@@ -76,10 +76,6 @@ class KernelVariant:
         """The number of threadgroups for a work item and KV head, each with some of its query heads."""
         return -(-shape.group_size // (self.heads_per_simdgroup * self.head_simdgroups(shape)))
 
-    def row_reads(self, shape: DecodeShape) -> int:
-        """How often each K/V row is read: once for each `heads_per_simdgroup` query heads."""
-        return self.tiles(shape) * self.head_simdgroups(shape)
-
     def threads(self, shape: DecodeShape) -> int:
         """The threads of a threadgroup."""
         return SIMD_WIDTH * self.head_simdgroups(shape) * self.streams(shape)
