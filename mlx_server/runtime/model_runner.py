@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -43,25 +44,27 @@ class _Copied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Prompt log-probabilities of one request in one step: rows [first, last) of `scored`."""
+    """The prompt positions that a step scores: their rows in the batch, the token ids that follow them, the numbers of
+    likeliest tokens to return, and how many positions each request has, in this order."""
 
-    request_id: str
-    first: int
-    last: int
-    num_top: int
+    rows: list[int]
+    next_ids: list[int]
+    num_tops: list[int]
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A submitted step whose results may not be computed yet. `rows` are the sampled rows, `num_calls` counts the calls
-    of the model, and `images` is what the vision encoder did."""
+    of the model, `scored` has `num_scored` positions of each request's prompt, and `images` is what the vision encoder
+    did."""
 
     step_id: int
     num_calls: int
     rows: list[SampledRows]
     sampled: SampledBatch | None
     scored: ScoredTokens | None
-    prompt_scores: list[PromptScores]
+    num_scored: dict[str, int]
     pooled: PooledBatch | None
     arrays: list[mx.array]
     copied: _Copied
@@ -106,12 +109,8 @@ class ModelRunner:
     @property
     def launch_is_host_only(self) -> bool:
         """Whether `launch` takes host time only, since it does not wait for the step before."""
-        return not self._needs_synchronous_steps
-
-    @property
-    def _needs_synchronous_steps(self) -> bool:
         states = self.hidden_states
-        return self.cache.needs_synchronous_steps or (states is not None and states.needs_synchronous_steps)
+        return not self.cache.needs_synchronous_steps and (states is None or not states.needs_synchronous_steps)
 
     @property
     def _keeps_last(self) -> bool:
@@ -142,7 +141,7 @@ class ModelRunner:
         copied = self._copy_and_change(step)
         self._update_requests(step)  # after loading: requests may resume from a loaded state
         if not step.chunks:
-            return LaunchedStep(step.step_id, 0, [], None, None, [], None, [], copied, mx.array(0))
+            return LaunchedStep(step.step_id, 0, [], None, None, {}, None, [], copied, mx.array(0))
         for chunk in step.chunks:
             if chunk.token_ids is not None:
                 num_known = chunk.num_tokens - max(chunk.num_drafts, chunk.num_block)
@@ -151,8 +150,8 @@ class ModelRunner:
         plans = self._tables.plan(step.chunks)
         ends = plans[0].query_starts[1:].tolist()
         sampled_rows, samples, rows = plan_samples(step.chunks, ends)
-        scored_rows, next_ids, prompt_scores = self._plan_scores(step.chunks, ends)
-        rows += scored_rows
+        prompts = self._plan_scores(step.chunks, ends)
+        rows += prompts.rows
         num_rows = len(rows)
         pooling = self._pooler.plan(step.chunks, ends) if self._pooler.requests else NO_POOLING
         rows += pooling.logit_rows
@@ -167,9 +166,8 @@ class ModelRunner:
             self.cache.keep_states(kept)
         sampled = self.sampler.sample(logits[: len(samples)], samples) if samples else None
         scored = None
-        if prompt_scores:
-            num_top = max(scores.num_top for scores in prompt_scores)
-            scored = score_tokens(logits[len(samples) : num_rows], np.array(next_ids), num_top)
+        if prompts.rows:
+            scored = score_tokens(logits[len(samples) : num_rows], np.array(prompts.next_ids), prompts.num_tops)
         hidden = self.forward.take_hidden()
         arrays = [*self.cache.state(), *self._keep_hidden(kept_rows, hidden)]
         if sampled is not None:
@@ -181,7 +179,7 @@ class ModelRunner:
             own = None if hidden is None else hidden[len(last_rows) :]
             pooled = self._pooler.pool(pooling, own, logits[num_rows:])
             arrays += pooled.arrays()
-        if self._needs_synchronous_steps and self._previous is not None:
+        if not self.launch_is_host_only and self._previous is not None:
             self._previous.wait()
         end = mx.stop_gradient(mx.array(0))  # costs the device nothing
         mx.async_eval(*arrays, end)  # type: ignore[no-untyped-call]
@@ -192,7 +190,7 @@ class ModelRunner:
             sampled_rows,
             sampled,
             scored,
-            prompt_scores,
+            prompts.counts,
             pooled,
             arrays,
             copied,
@@ -219,12 +217,8 @@ class ModelRunner:
         tokens: Sequence[SampledToken] = launched.sampled.fetch() if launched.sampled is not None else ()
         prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         if launched.scored is not None:
-            scored = launched.scored.fetch()
-            for part in launched.prompt_scores:
-                prompt_logprobs[part.request_id] = [
-                    PositionLogprobs(position.token, position.top[: part.num_top])
-                    for position in scored[part.first : part.last]
-                ]
+            scored = iter(launched.scored.fetch())
+            prompt_logprobs = {name: list(islice(scored, count)) for name, count in launched.num_scored.items()}
         sampled = {rows.request_id: rows.take(tokens) for rows in launched.rows}
         return ModelRunnerOutput(
             launched.step_id,
@@ -310,25 +304,21 @@ class ModelRunner:
         owners = np.array([self._adapters.get(chunk.request_id, NONE) for chunk in chunks], dtype=np.int32)
         return np.repeat(owners, [chunk.num_tokens for chunk in chunks])
 
-    def _plan_scores(
-        self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]
-    ) -> tuple[list[int], list[int], list[PromptScores]]:
-        """The rows of scored prompt positions, the token ids that follow them, and their requests. Chunk i ends before
-        row `ends[i]` of the batch."""
-        rows: list[int] = []
-        next_ids: list[int] = []
-        scores: list[PromptScores] = []
+    def _plan_scores(self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]) -> PromptScores:
+        """Chunk i ends before row `ends[i]` of the batch."""
+        scores = PromptScores([], [], [], {})
         if not self._scored_prompts:
-            return rows, next_ids, scores
+            return scores
         for chunk, end_row in zip(chunks, ends):
             prompt, num_top = self._scored_prompts.get(chunk.request_id, ((), 0))
             following = prompt[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
             if following:
-                first, first_row = len(next_ids), end_row - chunk.num_tokens
-                next_ids += following
-                rows += range(first_row, first_row + len(following))
-                scores.append(PromptScores(chunk.request_id, first, len(next_ids), num_top))
-        return rows, next_ids, scores
+                first_row, count = end_row - chunk.num_tokens, len(following)
+                scores.rows.extend(range(first_row, first_row + count))
+                scores.next_ids.extend(following)
+                scores.num_tops.extend([num_top] * count)
+                scores.counts[chunk.request_id] = count
+        return scores
 
     def _input_ids(self, chunks: Sequence[ScheduledChunk]) -> mx.array:
         """The step's input ids `[T]`: known ids from the host, and ids that the step before is still sampling."""

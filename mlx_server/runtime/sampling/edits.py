@@ -188,7 +188,7 @@ class ScoredTokens:
     logprobs: mx.array
     ranks: mx.array
     top: TopTokens | None
-    num_tops: tuple[int, ...]
+    num_tops: Sequence[int]
 
     def arrays(self) -> list[mx.array]:
         """The arrays to evaluate so that `fetch` returns without waiting."""
@@ -207,14 +207,12 @@ class ScoredTokens:
         ]
 
 
-def score_tokens(logits: mx.array, token_ids: mx.array | npt.ArrayLike, num_top: int | Sequence[int]) -> ScoredTokens:
+def score_tokens(logits: mx.array, token_ids: mx.array | npt.ArrayLike, num_tops: Sequence[int]) -> ScoredTokens:
     """Natural log-probabilities of the next tokens `[T]` under `logits` `[T, V]` of any float type.
 
-    `num_top` is the number of likeliest tokens to return in addition, for all positions or for each. A rank is 1 plus
-    the number of strictly likelier tokens. Rows are independent of each other, because the width of the selection is
-    fixed.
+    `num_tops` are the numbers of likeliest tokens to return in addition, `[T]`. A rank is 1 plus the number of strictly
+    likelier tokens. Rows are independent of each other, because the width of the selection is fixed.
     """
-    num_tops = (num_top,) * len(logits) if isinstance(num_top, int) else tuple(num_top)
     logits = logits.astype(mx.float32)
     ids = token_ids if isinstance(token_ids, mx.array) else mx.array(np.asarray(token_ids, np.int32))
     chosen = mx.take_along_axis(logits, ids[:, None], axis=-1)

@@ -562,10 +562,10 @@ def test_logprobs_are_of_the_raw_logits(num_top: int) -> None:
 def test_prompt_tokens_are_scored_row_by_row() -> None:
     raw = make_logits(30, 1009, seed=4)
     ids = np.random.default_rng(4).integers(0, 1009, 30)
-    scored = score_tokens(mx.array(raw), ids, 4)
+    scored = score_tokens(mx.array(raw), ids, [4] * 30)
     assert all(isinstance(array, mx.array) for array in scored.arrays())
     for logits, token_id, found in zip(raw, ids.tolist(), scored.fetch(), strict=True):
         check_logprobs(found, logits, token_id, 4)
-    bare = score_tokens(mx.array(raw), ids.tolist(), 0)
+    bare = score_tokens(mx.array(raw), ids.tolist(), [0] * 30)
     assert len(bare.arrays()) == 3
     assert [found.top for found in bare.fetch()] == [()] * 30
