@@ -6,7 +6,7 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-import time
+import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +63,8 @@ def _matmul_gflops() -> float:
     """The best of a few tries, because threads start and clock frequencies rise during the first."""
     left, right = mx.random.normal((_SIZE, _SIZE)), mx.random.normal((_SIZE, _SIZE))
     mx.eval(left, right)
-    best_s = min(_timed_product(left, right) for _ in range(3))
+    best_s = min(timeit.repeat(lambda: mx.eval(left @ right), number=1, repeat=3))
     return 2 * _SIZE**3 / best_s / 1e9
-
-
-def _timed_product(left: mx.array, right: mx.array) -> float:
-    start_s = time.perf_counter()
-    mx.eval(left @ right)
-    return time.perf_counter() - start_s
 
 
 def _loaded_openblas() -> str | None:
