@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from mlx_server.errors import ConfigError
@@ -16,42 +17,29 @@ from mlx_server.setting import parse_size
 _KEY_VARIABLE = "BENCH_API_KEY"
 
 
-def above_0(text: str) -> float:
-    """A finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+_Number = TypeVar("_Number", int, float)
 
 
-def at_least_0(text: str) -> float:
-    """A finite number, at least 0."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+def _bounded(
+    kind: Callable[[str], _Number], is_inside: Callable[[_Number], bool], what: str
+) -> Callable[[str], _Number]:
+    def convert(text: str) -> _Number:
+        with contextlib.suppress(ValueError):
+            if is_inside(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+    return convert
 
 
-def from_0(text: str) -> int:
-    """A whole number, at least 0."""
-    return _whole_number(text, 0)
+def _whole_number_from(least: int) -> Callable[[str], int]:
+    return _bounded(int, lambda value: value >= least, f"a whole number of at least {least}")
 
 
-def from_1(text: str) -> int:
-    """A whole number, at least 1."""
-    return _whole_number(text, 1)
-
-
-def from_2(text: str) -> int:
-    """A whole number, at least 2."""
-    return _whole_number(text, 2)
-
-
-def _whole_number(text: str, least: int) -> int:
-    with contextlib.suppress(ValueError):
-        if (value := int(text)) >= least:
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+above_0 = _bounded(float, lambda value: 0 < value < math.inf, "a finite number above 0")
+at_least_0 = _bounded(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+from_0, from_1, from_2 = _whole_number_from(0), _whole_number_from(1), _whole_number_from(2)
+"""Types of arguments."""
 
 
 def byte_size(text: str) -> int:

@@ -43,8 +43,8 @@ from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.variant_choice import store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.trials import median_times
+from mlx_server.runtime.models.blueprint import DTYPES
 
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 _KV_BITS = {FULL_KV: None} | {bits: KvBits.of(bits) for bits in FEWER_KV}
 _DEFAULTS = {"batch": [1, 16], "context": [1024, 4096], "rows": [1, 2, 4, 8, 16, 32, 64], "repeat": 10}
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_product_arguments(parser)
     add("--kv-bits", nargs="+", choices=tuple(_KV_BITS), default=["full"], help="bits of a number of K and V")
-    add("--dtype", choices=tuple(_DTYPES), help="default: float16 on a GPU, float32 on a CPU")
+    add("--dtype", choices=tuple(DTYPES), help="default: float16 on a GPU, float32 on a CPU")
     add("--layers", type=from_1, default=8, metavar="N", help="most layers of a measurement; large K/V take fewer")
     add("--repeat", type=from_1, metavar="N", help="measurements, of which the median is shown; default: 10")
     add("--copy-mib", type=from_1, default=256, metavar="N", help="size of the copy that tells the memory's bandwidth")
@@ -187,7 +187,7 @@ def _shapes(args: argparse.Namespace) -> list[DecodeShape]:
 
 
 def _dtype(args: argparse.Namespace) -> mx.Dtype:
-    return _DTYPES[args.dtype or ("float32" if mx.default_device() == mx.cpu else "float16")]
+    return DTYPES[args.dtype or ("float32" if mx.default_device() == mx.cpu else "float16")]
 
 
 def _heads(text: str) -> tuple[int, int, int]:

