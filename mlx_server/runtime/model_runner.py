@@ -96,7 +96,6 @@ class ModelRunner:
         self.cache = cache
         self.images: ImageEncoder | None = None
         self.forward = ModelForward(model, cache, adapters)
-        self._vocab_size = vocab_size
         self.sampler = Sampler(vocab_size)
         self.hidden_states: HiddenStates | None = None  # where they are kept, if a head drafts
         self._pooler = pooler or Pooler()
@@ -132,7 +131,7 @@ class ModelRunner:
         """Draws once: MLX compiles functions at the first draw, which no request should wait for."""
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
         self.sampler.add(NewRequestData("warm-up", (0,), (), sampling, frozenset()))
-        logits = mx.zeros((1, self._vocab_size))
+        logits = mx.zeros((1, self.sampler.vocab_size))
         self.sampler.sample(logits, [SampleRow("warm-up", 0, None)]).fetch()
         self.sampler.drop("warm-up")
 

@@ -161,7 +161,8 @@ class ImageEncoder:
         self._model = model
         self._requests: dict[str, _Seen] = {}
         self._encoded: OrderedDict[bytes, EncodedImage] = OrderedDict()
-        self._merge = merge_of(model) if model.has_positions else None
+        # How many patches form one placeholder along each side; None if tokens have one position.
+        self._merge = int(model.config.vision_config.spatial_merge_size) if model.has_positions else None
 
     @property
     def num_bytes(self) -> int:
@@ -269,11 +270,6 @@ def encode(model: Any, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> E
     encoded = EncodedImage(made.inputs_embeds[0], () if layers is None else tuple(layers))
     mx.async_eval(encoded.embeddings, *encoded.deepstack)  # type: ignore[no-untyped-call]
     return encoded
-
-
-def merge_of(model: Any) -> int:
-    """How many patches form one placeholder along each side."""
-    return int(model.config.vision_config.spatial_merge_size)
 
 
 def _joined(parts: Sequence[EncodedImage]) -> EncodedImage | None:

@@ -255,7 +255,6 @@ class PagedKVCache:
         self.paged = [cache for cache in leaves(layers) if isinstance(cache, PagedLayerCache)]
         self.recurrent = [cache for cache in leaves(layers) if isinstance(cache, StateLayerCache)]
         self.backend = backend
-        self.num_blocks = 0
         self._num_slots = 0
         self.groups, num_parts = _groups_of(self.paged)
         self.pools, self.places = _join_pools(self.paged, self.groups, num_parts)
@@ -300,20 +299,17 @@ class PagedKVCache:
         for states in self.recurrent:
             states.allocate(self.backend.make_rows, num_slots + num_checkpoints)
         self._num_slots = num_slots
-        self.num_blocks = num_blocks
 
     def change(self, change: PoolChange) -> None:
         """Moves, removes or adds blocks in one pool after another, so memory is needed for a copy of one pool only. All
         launched steps must have ended."""
         for pool in self.pools:
             pool.change(change)
-        self.num_blocks = change.num_blocks
 
     def release(self) -> None:
         """Frees the pools."""
         for store in self._stores:
             store.release()
-        self.num_blocks = 0
 
     def forget_views(self) -> None:
         """Call when stand-ins of the model have changed: the next forward pass shows which layers are read by group."""

@@ -32,7 +32,6 @@ class HiddenStates:
     ) -> None:
         self._rows = make_rows((num_requests * num_held, size), dtype)
         self._num_held = num_held
-        self._dtype = dtype
         self._may_draft: set[str] = set()
         self._places: dict[str, int] = {}
         self._free = list(range(num_requests))
@@ -75,7 +74,7 @@ class HiddenStates:
 
     def write(self, kept: KeptRows, hidden: mx.array) -> None:
         """Stores `hidden` `[len(kept.rows), D]`."""
-        self._rows.write(kept.slots, hidden.astype(self._dtype))
+        self._rows.write(kept.slots, hidden)
 
     def read(self, chunks: Sequence[ScheduledChunk]) -> mx.array:
         """The states `[T, D]` for all positions of a head's chunks, shifted by their `hidden_offset`."""

@@ -109,7 +109,7 @@ class _Builder:
             with turns:
                 try:
                     if not failures:
-                        self._compile_to(unit, path)
+                        self._check([*self._compile(unit), "-c", str(unit.source), "-o", str(path)], unit.source)
                 except NativeBuildError as error:
                     failures.append(error)
 
@@ -120,9 +120,6 @@ class _Builder:
             worker.join()
         if failures:
             raise failures[0]
-
-    def _compile_to(self, unit: Unit, path: Path) -> None:
-        self._check([*self._compile(unit), "-c", str(unit.source), "-o", str(path)], unit.source)
 
     @staticmethod
     def _check(command: list[str], what: Path) -> None:

@@ -313,7 +313,7 @@ def _attend_gathered(
     parts: list[_Part] = []
     num_kv_heads = pool.spec.num_kv_heads
     scores = dataclasses.replace(layer.scores, sinks=sinks)
-    if metadata.num_decodes and layer.decodes is None:
+    if metadata.step.num_decodes and layer.decodes is None:
         (rows,) = read_rows(layer.pool, pool, metadata.decodes_gather(num_kv_heads, window))
         parts.append((0, attend_rows(queries[rows.seen.queries], rows, scores)))
     for gather in metadata.chunk_gathers(num_kv_heads, window, longer_than=longer_than):

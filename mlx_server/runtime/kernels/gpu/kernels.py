@@ -199,11 +199,22 @@ class DecodeKernels:
         is_shared: bool = False,
     ) -> None:
         """Only whether `scores` has sinks, and their type, is used here: `decode` gets the sinks themselves."""
-        sizes, tiles, threads = _decode_sizes(shape, variant), variant.tiles(shape), variant.threads(shape)
+        sizes = {
+            **_row_sizes(shape.spec),
+            "QUERY_HEADS": shape.num_query_heads,
+            "KV_HEADS": shape.num_kv_heads,
+            "GROUP": shape.group_size,
+            "HEADS": variant.heads_per_simdgroup,
+            "LANES": variant.lanes_per_row,
+            "AHEAD": variant.rows_ahead,
+            "SINKS": scores.sinks is not None,
+        }
         if is_shared:
-            sizes, tiles = _shared_sizes(shape, variant), shared_tiles(shape, variant)
-            threads = SIMD_WIDTH * variant.simdgroups
-        sizes |= {"SINKS": scores.sinks is not None}
+            sizes |= {"SIMDGROUPS": variant.simdgroups, "TILE": tile_tokens(shape, variant)}
+            tiles, threads = shared_tiles(shape, variant), SIMD_WIDTH * variant.simdgroups
+        else:
+            sizes |= {"HEAD_SIMDGROUPS": variant.head_simdgroups(shape), "STREAMS": variant.streams(shape)}
+            tiles, threads = variant.tiles(shape), variant.threads(shape)
         self.shape = shape
         self._decode = kernels.make(PAGED_SHARED if is_shared else PAGED_DECODE, sizes)
         self._reduce = kernels.make(PAGED_REDUCE, {"VALUE_DIM": shape.value_dim, "QUERY_HEADS": shape.num_query_heads})
@@ -249,34 +260,6 @@ class DecodeKernels:
                 template=self._reduce_template,
             )
         return out if asked == shape.dtype else out.astype(asked)
-
-
-def _decode_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:
-    return {
-        **_head_sizes(shape, variant),
-        "HEAD_SIMDGROUPS": variant.head_simdgroups(shape),
-        "STREAMS": variant.streams(shape),
-    }
-
-
-def _shared_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:
-    return {
-        **_head_sizes(shape, variant),
-        "SIMDGROUPS": variant.simdgroups,
-        "TILE": tile_tokens(shape, variant),
-    }
-
-
-def _head_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:
-    return {
-        **_row_sizes(shape.spec),
-        "QUERY_HEADS": shape.num_query_heads,
-        "KV_HEADS": shape.num_kv_heads,
-        "GROUP": shape.group_size,
-        "HEADS": variant.heads_per_simdgroup,
-        "LANES": variant.lanes_per_row,
-        "AHEAD": variant.rows_ahead,
-    }
 
 
 def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:

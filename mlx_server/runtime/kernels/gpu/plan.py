@@ -210,7 +210,6 @@ class GpuMetadata:
     slots: mx.array
     block_tables: tuple[mx.array, ...]
     num_cores: int
-    num_decodes: int
     may_share: bool = True
     _launches: dict[tuple[Cut, int | None], Launches] = field(default_factory=dict)
     _gathers: dict[tuple[int, int, int | None], tuple[Gather, ...]] = field(default_factory=dict)
@@ -223,7 +222,6 @@ class GpuMetadata:
             slots=mx.array(_at_least(SMALL_ARRAY, step.slot_mapping.astype(np.int32))),
             block_tables=tuple(map(_device_tables, _in_launches(step.block_tables[: step.num_decodes]))),
             num_cores=num_cores,
-            num_decodes=step.num_decodes,
             may_share=may_share,
         )
 
@@ -247,7 +245,8 @@ class GpuMetadata:
         return Launches(launches, gathers_beyond, launches[0] if is_one else None)
 
     def _plain_launches(self, cut: Cut, window: int | None) -> tuple[Launch, ...]:
-        contexts, rows = self.step.context_lens[: self.num_decodes], np.arange(self.num_decodes, dtype=np.int32)
+        num_decodes = self.step.num_decodes
+        contexts, rows = self.step.context_lens[:num_decodes], np.arange(num_decodes, dtype=np.int32)
         works = (make_work(part, window, cut.shape, cut.variant, self.num_cores) for part in _in_launches(contexts))
         return tuple(
             Launch.of(DecodeIndices.of(work, tables), part, is_shared=False)
@@ -270,7 +269,7 @@ class GpuMetadata:
             lengths = np.diff(self.step.query_starts)
             requests = np.flatnonzero((lengths <= FEW_ROWS) & ~self._both_ways)
             if not with_decodes:
-                requests = requests[requests >= self.num_decodes]
+                requests = requests[requests >= self.step.num_decodes]
             launches = np.cumsum(lengths[requests]) // DECODES_AT_ONCE
             parts = [self._readers(requests[launches == launch]) for launch in np.unique(launches)]
             runs = [find_runs(readers) if with_decodes else [] for readers in parts]
@@ -295,7 +294,8 @@ class GpuMetadata:
         """The requests after the decodes that have more rows, or whose tokens see each other both ways, which no decode
         kernel supports."""
         is_chunk = (np.diff(self.step.query_starts) > longer_than) | self._both_ways
-        return (self.num_decodes + np.flatnonzero(is_chunk[self.num_decodes :])).tolist()
+        is_chunk[: self.step.num_decodes] = False
+        return np.flatnonzero(is_chunk).tolist()
 
     def chunk_gathers(self, num_kv_heads: int, window: int | None, *, longer_than: int = 0) -> tuple[Gather, ...]:
         """What the prompt chunks with more than `longer_than` tokens see: each its own context, within the window. One
@@ -310,13 +310,14 @@ class GpuMetadata:
         """What all decodes see, padded to the longest context: for layers that no decode kernel supports."""
         key = -1, num_kv_heads, window
         if key not in self._gathers:
-            contexts = self.step.context_lens[: self.num_decodes]
+            num_decodes = self.step.num_decodes
+            contexts = self.step.context_lens[:num_decodes]
             longest = int(contexts.max())
             lowest = 0 if window is None else max(0, int(contexts.min()) - window)
-            rows, base = _pool_rows(self.step.block_tables[: self.num_decodes], lowest, longest, num_kv_heads)
+            rows, base = _pool_rows(self.step.block_tables[:num_decodes], lowest, longest, num_kv_heads)
             positions = mx.array(contexts - 1)[:, None, None, None]
             mask = causal_mask(positions, mx.arange(lowest, longest), window)
-            seen = Seen(slice(0, self.num_decodes), rows, lowest - base, longest - base, mask)
+            seen = Seen(slice(0, num_decodes), rows, lowest - base, longest - base, mask)
             self._gathers[key] = (Gather.of(seen),)
         return self._gathers[key][0]
 

@@ -197,7 +197,7 @@ class _Chooser:
 
     def table(self, times: ProductTimes) -> _Table:
         """The table by these times, of forms that pass their test."""
-        forms = [form for form in self._products if form in times.seconds and form not in self._wrong()]
+        forms = [form for form in self._products if form in times.seconds and self._failures.get(form) is None]
         if self._fixed is not None:
             chosen: tuple[Form | None, ...] = (times.evenly_fastest(forms),) * len(ROW_COUNTS)
         else:
@@ -208,9 +208,6 @@ class _Chooser:
         for count, form in zip(ROW_COUNTS, chosen):
             few += [None if form is None else self._products[form]] * (count + 1 - len(few))
         return _Table(tuple(few), None if self._fixed is None else few[-1])
-
-    def _wrong(self) -> set[Form]:
-        return {form for form, failure in self._failures.items() if failure is not None}
 
     def _is_right(self, form: Form) -> bool:
         if form not in self._failures:
