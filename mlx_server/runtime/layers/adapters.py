@@ -176,11 +176,12 @@ def layout_of(parts: Sequence[LowRank]) -> ColumnLayout:
 
 
 class _AdaptedLayer(nn.Module):  # type: ignore[misc]
-    """A layer with adapters: `lora_a` `[columns, inputs]` and `lora_b` `[columns, outputs]` have the columns of all of
-    them."""
+    """The layer `base` with adapters: `lora_a` `[columns, inputs]` and `lora_b` `[columns, outputs]` have the columns
+    of all of them."""
 
-    def __init__(self, parts: Sequence[LowRank], rows: AdapterRows) -> None:
+    def __init__(self, base: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
         super().__init__()
+        self.base = base
         self.lora_a = mx.concatenate([part.lora_a.T for part in parts])
         self.lora_b = mx.concatenate([part.lora_b for part in parts])
         self._layout = layout_of(parts)
@@ -195,12 +196,8 @@ def is_adapted(part: nn.Module) -> bool:
 class AdaptedLinear(_AdaptedLayer):
     """A linear layer with adapters, quantised or not."""
 
-    def __init__(self, linear: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
-        super().__init__(parts, rows)
-        self.linear = linear
-
     def __call__(self, x: mx.array) -> mx.array:
-        y: mx.array = self.linear(x)
+        y: mx.array = self.base(x)
         columns = self._rows.columns(self._layout)
         if columns is None:
             return y
@@ -211,12 +208,8 @@ class AdaptedLinear(_AdaptedLayer):
 class AdaptedEmbedding(_AdaptedLayer):
     """An embedding with adapters, which may also be the model's output head."""
 
-    def __init__(self, embedding: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
-        super().__init__(parts, rows)
-        self.embedding = embedding
-
     def __call__(self, ids: mx.array) -> mx.array:
-        y: mx.array = self.embedding(ids)
+        y: mx.array = self.base(ids)
         columns = self._rows.columns(self._layout)
         if columns is None:
             return y
@@ -224,7 +217,7 @@ class AdaptedEmbedding(_AdaptedLayer):
         return y + z.astype(y.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        y: mx.array = self.embedding.as_linear(x)
+        y: mx.array = self.base.as_linear(x)
         columns = self._rows.columns(self._layout)
         if columns is None:
             return y

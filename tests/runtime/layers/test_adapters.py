@@ -230,7 +230,7 @@ def test_a_layer_costs_two_products_however_many_adapters_a_batch_has(num_adapte
     rows = AdapterRows([str(index) for index in indices])
     parts = [LowRank(index, mx.ones((8, 2 + index)), mx.ones((2 + index, 6))) for index in indices]
     layer = AdaptedLinear(nn.Linear(8, 6, bias=False), parts, rows)
-    layer.linear.weight = mx.zeros((6, 8))
+    layer.base.weight = mx.zeros((6, 8))
     x = mx.ones((num_adapters + 1, 1, 8))
     assert num_products(layer(x)) == 1
     for owners in ([0] * len(x), [NONE, *indices]):
