@@ -79,15 +79,7 @@ class DeviceQueue:
 
     def settle_oldest(self) -> None:
         """Waits for the oldest step and settles it."""
-        self._book(self._steps.popleft(), self._outcomes.get())
-
-    def stop(self) -> None:
-        """Ends the queue's thread after the steps that it has, and waits for it."""
-        self._unwatched.put(None)
-        self._thread.join()
-
-    def _book(self, step: DeviceStep, outcome: float | BaseException) -> None:
-        """`outcome` is the time when the step ended, or its error."""
+        step, outcome = self._steps.popleft(), self._outcomes.get()
         if isinstance(outcome, BaseException):
             step.owner.fail(outcome)
             return
@@ -96,7 +88,13 @@ class DeviceQueue:
         self._last_end_s = outcome
         step.owner.settle(step_time_s, idle_s)
 
+    def stop(self) -> None:
+        """Ends the queue's thread after the steps that it has, and waits for it."""
+        self._unwatched.put(None)
+        self._thread.join()
+
     def _outcome(self, wait: Callable[[], None]) -> float | BaseException:
+        """The time when a step ended, or its error."""
         try:
             wait()
             return self._clock()

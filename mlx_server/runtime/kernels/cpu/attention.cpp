@@ -30,9 +30,8 @@
 #include <vector>
 
 #include "engine.h"
-#include "kv_layout.h"
 #include "attention_product.h"
-#include "quantized.h"
+#include "kv_layout.h"
 
 namespace {
 
