@@ -282,12 +282,11 @@ def make_measure(worlds: Sequence[World], make_backend: MakeBackend, num_repeats
     if the variant fails the backend's self-test, or if the GPU runs it only with fewer simdgroups, which is a variant
     of its own."""
     shape = worlds[0].case.shape
-    spec = shape.spec
 
     def measure(variant: KernelVariant) -> tuple[float, ...] | None:
         backend = make_backend(variant)
-        backend.warm_up(spec, shape.num_query_heads)
-        if backend.variant(spec, shape.num_query_heads) != variant:
+        backend.warm_up(shape.spec, shape.num_query_heads)
+        if backend.variant(shape) != variant:
             return None
         times = (median_times([world.paged(backend)], num_repeats)[0] / world.num_layers for world in worlds)
         return tuple(times)

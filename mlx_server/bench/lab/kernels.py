@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         decodes = [Case(shape, batch, 1, context) for batch in args.batch for context in args.context]
         prefills = [Case(shape, 1, chunk, context) for chunk, context in args.prefill]
         backend = _backend(args.backend, shape)
-        if isinstance(backend, GpuBackend) and not args.no_sweep and _variant(backend, shape) is not None:
+        if isinstance(backend, GpuBackend) and not args.no_sweep and backend.variant(shape) is not None:
             found = sweep_decodes(decodes, backend, backend_with(backend.name), args.layers, args.repeat)
             _store(found)
             sweeps.append(found)
@@ -130,7 +130,7 @@ def measure_case(case: Case, backend: AttentionBackend, max_layers: int, num_rep
     time_s, mlx_time_s = (seconds / world.num_layers for seconds in median_times([paged, contiguous], num_repeats))
     moved = None
     if isinstance(backend, GpuBackend) and case.is_decode:
-        variant = _variant(backend, case.shape)
+        variant = backend.variant(case.shape)
         moved = None if variant is None else moved_bytes(case, variant, backend.plan(world.step).num_cores)
     return Result(case, world.num_layers, backend.name, time_s, mlx_time_s, moved, difference)
 
@@ -165,10 +165,6 @@ def _backend(name: str, shape: DecodeShape) -> AttentionBackend:
     backend = choose_backend(name, [spec])
     backend.warm_up(spec, shape.num_query_heads)
     return backend
-
-
-def _variant(backend: GpuBackend, shape: DecodeShape) -> KernelVariant | None:
-    return backend.variant(shape.spec, shape.num_query_heads)
 
 
 def _set_defaults(args: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ from mlx_server.bench.lab.kernels import Result, Sweep, render_results, render_s
 from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import backends
-from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.kernels.gpu import choice_files
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.variant_choice import load_choice, store_choices
@@ -149,8 +149,8 @@ def test_a_file_that_cannot_be_opened_is_ignored_with_one_warning(home: Path, ca
 def test_the_choice_reaches_the_backend(home: Path) -> None:
     store_choices({SHAPE: CHOICE})
     backend = MetalBackend(no_kernel, num_cores=4, choose_variant=load_choice())
-    assert backend.variant(SHAPE.spec, 8) == CHOICE
-    assert backend.variant(OTHER.spec, 8) == default_variant(OTHER)
+    assert backend.variant(SHAPE) == CHOICE
+    assert backend.variant(OTHER) == default_variant(OTHER)
 
 
 @pytest.mark.parametrize(("name", "function"), [("metal", "metal_kernel"), ("cuda", "cuda_kernel")])
@@ -163,7 +163,9 @@ def test_the_server_makes_its_backends_with_the_choice(
     monkeypatch.setattr(getattr(mx, name), "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "some chip", "architecture": "applegpu_g14s"})
-    monkeypatch.setattr(backends, "_self_test", lambda backend, spec: seen.append(backend.variant(spec, 8)) or 0.0)
+    monkeypatch.setattr(
+        backends, "_self_test", lambda backend, spec: seen.append(backend.variant(DecodeShape.of(spec, 8))) or 0.0
+    )
     store_choices({SHAPE: CHOICE})
     assert backends.choose_backend(name, [SHAPE.spec]).name == name
     assert seen == [CHOICE]
@@ -311,7 +313,7 @@ class Gpu(ReferenceBackend):
     def __init__(self, variant: KernelVariant, allowed: int) -> None:
         self._variant = replace(variant, simdgroups=min(allowed, variant.simdgroups))
 
-    def variant(self, spec: LayerSpec, num_query_heads: int) -> KernelVariant:
+    def variant(self, shape: DecodeShape) -> KernelVariant:
         return self._variant
 
 

@@ -414,7 +414,7 @@ def test_a_pipeline_that_allows_fewer_threads_gets_fewer() -> None:
 
     backend = MetalBackend(limited, num_cores=4)
     backend.warm_up(SPEC, NUM_HEADS)
-    variant = backend.variant(SPEC, NUM_HEADS)
+    variant = backend.variant(DecodeShape.of(SPEC, NUM_HEADS))
     assert variant is not None
     assert variant.threads(DecodeShape.of(SPEC, NUM_HEADS)) == 64
     check_equal(attend_all(backend), attend_all(ReferenceBackend()))

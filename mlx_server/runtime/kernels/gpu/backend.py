@@ -112,16 +112,26 @@ class GpuBackend:
         """The reasons why decodes gather rows, for the layers seen so far."""
         return tuple(self._refusals.values())
 
-    def variant(self, spec: LayerSpec, num_query_heads: int) -> KernelVariant | None:
+    def variant(self, shape: DecodeShape) -> KernelVariant | None:
         """The variant of the decode kernel for such a layer; None if no kernel is used."""
-        return self._variant(DecodeShape.of(spec, num_query_heads))
+        if shape in self._refusals:
+            return None
+        if shape not in self._variants:
+            reason = unsupported_reason(shape)
+            if reason is not None:
+                self._refuse(shape, reason)
+                return None
+            variant = self._choose_variant(shape)
+            check_variant(shape, variant)
+            self._variants[shape] = variant
+        return self._variants[shape]
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """Compiles and tests every kernel that such a layer can use. Raises as `make_pool` does."""
         self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
         scores = Scores(shape.key_dim**-0.5, sinks)
-        failure = self._prove(shape, self._variant(shape), scores, self._variants, decode_failure)
+        failure = self._prove(shape, self.variant(shape), scores, self._variants, decode_failure)
         if failure is not None:
             self._refuse(shape, failure)
         failure = self._prove(shape, self._shared_variant(shape), scores, self._shared_variants, shared_failure)
@@ -237,7 +247,7 @@ class GpuBackend:
 
     def _layer(self, spec: LayerSpec, num_query_heads: int, scores: Scores) -> _Layer:
         shape = DecodeShape.of(spec, num_query_heads)
-        kernels, variant = self._kernels, self._variant(shape)
+        kernels, variant = self._kernels, self.variant(shape)
         if variant is None:
             return _Layer(kernels.of_pool(spec), None, None, None, scores)
         shared_variant = self._shared_variant(shape)
@@ -246,23 +256,10 @@ class GpuBackend:
             shared = DecodeKernels(kernels, shape, shared_variant, scores, is_shared=True)
         return _Layer(kernels.of_pool(spec), Cut(shape, variant, shared_variant), decodes, shared, scores)
 
-    def _variant(self, shape: DecodeShape) -> KernelVariant | None:
-        if shape in self._refusals:
-            return None
-        if shape not in self._variants:
-            reason = unsupported_reason(shape)
-            if reason is not None:
-                self._refuse(shape, reason)
-                return None
-            variant = self._choose_variant(shape)
-            check_variant(shape, variant)
-            self._variants[shape] = variant
-        return self._variants[shape]
-
     def _shared_variant(self, shape: DecodeShape) -> KernelVariant | None:
         """None if rows cannot share reads."""
         if shape not in self._shared_variants:
-            self._shared_variants[shape] = None if self._variant(shape) is None else shared_variant(shape)
+            self._shared_variants[shape] = None if self.variant(shape) is None else shared_variant(shape)
         return self._shared_variants[shape]
 
     def _refuse(self, shape: DecodeShape, reason: str) -> None:
