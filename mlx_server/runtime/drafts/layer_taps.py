@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_server.outputs import HELD_FEATURES, ScheduledChunk
 from mlx_server.runtime.cache.row_pool import MakeRows
 from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
+from mlx_server.runtime.layers.products import mix_in
 
 
 class LayerTaps:
@@ -24,8 +24,7 @@ class LayerTaps:
         self._is_open = False
         for place, layer in enumerate(self._layers):
             object.__setattr__(layer, "_tap", lambda output, place=place: self._keep(place, output))
-            kind: Any = type(layer)
-            layer.__class__ = _tapped(kind)
+            mix_in(layer, _Tapped)
 
     def open(self) -> None:
         """The next forward pass is kept."""
@@ -73,19 +72,12 @@ def calls_each_once(model: Any, layers: Sequence[Any]) -> bool:
 
 
 class _Tapped:
-    """Mixed into a layer's class, before it in the order of bases."""
-
     _tap: Callable[[Any], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         self._tap(output)
         return output
-
-
-@lru_cache(maxsize=64)
-def _tapped(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (_Tapped, kind), {})
 
 
 class FeatureStates(HiddenStates):
