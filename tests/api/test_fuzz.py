@@ -95,6 +95,27 @@ async def test_numbers_that_are_none(world: World, field: str, number: str):
     check_answer(response.text, 400)
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1E+400", "1" + "0" * 400 + ".0"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/v1/messages", "/api/chat"])
+async def test_numbers_that_are_too_large_where_anything_may_be(world: World, path: str, number: str):
+    """In a tool's schema they could not be written again, for the model or in the answer."""
+    schema = f'{{"type": "object", "properties": {{"a": {{"type": "number", "default": [1, {number}]}}}}}}'
+    openai = f'"function": {{"name": "f", "parameters": {schema}}}'
+    tool = f'{{"type": "function", "name": "f", "parameters": {schema}, {openai}}}'
+    given = '"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]'
+    if path == "/v1/messages":
+        tool = f'{{"name": "f", "input_schema": {schema}}}'
+    if path == "/v1/responses":
+        given = '"input": "Hi"'
+    content = f'{{{given}, "stream": false, "tools": [{tool}]}}'
+    headers = {"content-type": "application/json"}
+    response = await world.http.post(path, content=content, headers=headers)
+    assert response.status_code == 400, response.text
+    assert "too large" in response.text
+    content = content.replace(number, '"1e999 is a text"')
+    assert (await world.http.post(path, content=content, headers=headers)).status_code == 200
+
+
 def deep(depth: int, nest: Callable[[Any], Any]) -> Any:
     value: Any = 1
     for _ in range(depth):

@@ -7,6 +7,8 @@ stops at the first wrong entry, so that a million wrong entries do not make a mi
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -47,18 +49,40 @@ _MAX_DEPTH = 200
 
 _SLICE_BYTES = 64 * 1024
 
+_LARGE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
+"""In every body with a number too large for a float, and in few others."""
+
+_INFINITIES = (math.inf, -math.inf)
+
 
 def parse_json(body: bytes) -> Any:
     """Parses a body. Raises `InvalidRequestError` if it exceeds a limit, and `RequestValidationError` if it is not
-    JSON, or contains NaN, infinity or half of a surrogate pair, which cannot be written again. Any thread."""
+    JSON, or contains NaN, infinity (also as a number that is too large) or half of a surrogate pair, which cannot be
+    written again. Any thread."""
     _check(body)
     try:
-        return from_json(body, allow_inf_nan=False, cache_strings="keys")
+        parsed = from_json(body, allow_inf_nan=False, cache_strings="keys")
+        if _LARGE.search(body) and _has_infinity(parsed):
+            raise ValueError("a number is too large: at most about 1.8e308 can be read")
+        return parsed
     except ValueError as error:
         if "recursion limit" in str(error):
             raise InvalidRequestError(f"The body is nested more than {_MAX_DEPTH} levels deep; flatten it.") from error
         problem = {"type": "json_invalid", "loc": ("body", 0), "msg": "JSON decode error", "input": {}}
         raise RequestValidationError([{**problem, "ctx": {"error": str(error)}}]) from error
+
+
+def _has_infinity(value: Any) -> bool:
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+        elif value in _INFINITIES:
+            return True
+    return False
 
 
 def _check(body: bytes) -> None:
