@@ -14,13 +14,15 @@ from mlx_vlm.speculative.drafters.dflash2 import ModelConfig as SecondConfig
 from mlx_vlm.speculative.drafters.qwen3_dflash import Model as FirstModel
 from mlx_vlm.speculative.drafters.qwen3_dflash import ModelConfig as FirstConfig
 
-from tests.tiny_models import VOCAB_SIZE, byte_tokenizer, save_model_folder, tiny_model
+from mlx_server.runtime.models.random_models import build_random
+from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 
 MASK_TOKEN_ID = 319
 BLOCK_SIZE_OF_DRAFTERS = 8
 LAYERS = (0, 2)
 """Of a target with three layers."""
 
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
 
 
@@ -101,11 +103,15 @@ def their_drafts(drafter: Any, target: Any, token_ids: Sequence[int], count: int
     return found
 
 
-def simple_folders(path: Path, kind: str) -> tuple[str, str]:
+def simple_folders(path: Path, kind: str, **sizes: Any) -> tuple[str, str]:
     """A model that always gives the same token, and a drafter that knows it: layers add nothing to embeddings, which
-    are all equal, and the output matrix has one row."""
-    model, config = tiny_model("llama")
-    own = drafter_config(kind, dict(config))
+    are all equal, and the output matrix has one row. `sizes` are changes of the model's configuration; with any, the
+    drafter's layers and blocks are as large as those of published ones."""
+    config = {**tiny_model("llama").config, **sizes}
+    model = build_random(config, 0)
+    own = drafter_config(kind, config)
+    if sizes:
+        own |= {name: config.get(name, own[name]) for name in _SIZES} | {"block_size": 16}
     drafter = their_drafter(own)
     for one in (model, drafter):
         weights = {
@@ -114,7 +120,7 @@ def simple_folders(path: Path, kind: str) -> tuple[str, str]:
             if name.endswith(("o_proj.weight", "down_proj.weight", "codebook.weight"))
         }
         one.load_weights(list(weights.items()), strict=False)
-    matrix = mx.zeros((VOCAB_SIZE, config["hidden_size"]))
+    matrix = mx.zeros((config["vocab_size"], config["hidden_size"]))
     matrix[7] = 1.0
     ones = [(name, mx.ones_like(array)) for name, array in tree_flatten(model.parameters()) if "norm" in name]
     given = [("model.embed_tokens.weight", mx.ones_like(matrix)), ("lm_head.weight", matrix), *ones]
