@@ -24,16 +24,19 @@ LAYERS = (0, 2)
 
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+_SCALED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 2.0}
 
 
 def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The config.json of a drafter for a model with the configuration `target`. The `kind` is "dflash", perhaps with
-    ", causal and sliding" or ", own embeddings", or "dflash2"."""
+    ", causal and sliding" or ", own embeddings", or "dflash2", perhaps with ", scaled"."""
     text = target.get("text_config") or target
     layers = [layer for layer in LAYERS if layer < text["num_hidden_layers"]]
     own: dict[str, Any] = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": layers}
-    if kind == "dflash2":
+    if "dflash2" in kind:
         own |= _SECOND
+    if "scaled" in kind:
+        own |= _SCALED
     if "sliding" in kind:
         own["causal"] = True
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlx_server.runtime.drafts.block_drafter import load_block_drafter
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
-from mlx_server.runtime.models.loader import exhaust, load_in_pieces
+from mlx_server.runtime.models.loader import LoadedModel, exhaust, load_in_pieces
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.block_drafters import (
@@ -66,12 +67,14 @@ def folders(path: Path, kind: str, architecture: str = "qwen3") -> tuple[str, st
 
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [*((kind, "qwen3") for kind in _KINDS), ("dflash, own embeddings", "llama")]
+    ("kind", "architecture"),
+    [*((kind, "qwen3") for kind in (*_KINDS, "dflash2, scaled")), ("dflash, own embeddings", "llama")],
 )
 def test_drafts_are_those_of_mlx_vlm(
     kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each step of several requests at a time, whatever was right before; prompts of several chunks."""
+    """After each step of several requests at a time, whatever was right before, and also where some draft less, because
+    they end soon; prompts of several chunks."""
     drafts: list[tuple[list[int], tuple[int, ...]]] = []
     take = BlockDrafts.take
 
@@ -83,10 +86,11 @@ def test_drafts_are_those_of_mlx_vlm(
 
     monkeypatch.setattr(BlockDrafts, "take", watched)
     target, drafter, model, theirs = folders(tmp_path, kind, architecture)
-    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    sampling = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (7, 20, 13, 20)]
     with LLM(target, speculate="model", draft_model=drafter, max_model_len=256, max_draft_tokens=5) as llm:
         llm.generate(_PROMPTS, sampling, use_tqdm=False)
     assert len(drafts) > 20
+    assert {len(ours) for _, ours in drafts} >= {2, 5}
     for token_ids, ours in drafts:
         assert list(ours) == their_drafts(theirs, model, token_ids, len(ours)), len(token_ids)
 
@@ -297,6 +301,9 @@ def test_its_memory_is_estimated_with_the_features_that_are_kept(tmp_path: Path)
         assert draft is not None
         assert draft.state_bytes == HELD_FEATURES * 64 * 4  # of one of four requests
         assert both.kv_bytes - alone.kv_bytes >= draft.kv_bytes
+        eight = replace(scheduler, max_num_seqs=8)
+        more = estimate_need(Config(model=ModelConfig(model=target, draft_model=drafter), scheduler=eight))
+        assert more.kv_bytes - both.kv_bytes == draft.state_bytes  # of one more
         assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
 
 
@@ -360,6 +367,16 @@ def test_a_failed_load_leaves_a_given_model_as_it_was(tmp_path: Path, monkeypatc
     with pytest.raises(MemoryError, match="no room"):
         LLM(model, speculate="model", draft_model=given, max_model_len=128, num_kv_blocks=8)
     assert not any(isinstance(layer, _Tapped) for layer in model.model.layers)
+
+
+def test_embeddings_are_scaled_as_the_model_scales_them(tmp_path: Path) -> None:
+    """Gemma 4's, by the root of their size."""
+    config = config_of("gemma4")
+    own = drafter_config("dflash", config)
+    folder = Path(save_drafter(tmp_path / "drafter", own, their_drafter(own)))
+    target = LoadedModel("gemma4", build_random(config, 0), config, None)
+    drafter = exhaust(load_block_drafter("drafter", folder, target, "auto"))
+    assert drafter.model.model.link.scale == own["hidden_size"] ** 0.5
 
 
 def test_where_the_rows_of_blocks_are() -> None:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base, qwen3
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, quantize_as_stored, text_part
@@ -304,7 +304,7 @@ class BlockModel(nn.Module):  # type: ignore[misc]
         return layers
 
     def make_cache(self) -> list[Any]:
-        return [KVCache() if window is None else RotatingKVCache(window) for window in self.model.shape.windows]
+        return [KVCache() for _ in self.layers]  # a layer's window is in its mask
 
 
 def load_block_drafter(name: str, folder: Path, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -323,3 +324,10 @@ async def test_crumbs_are_refused_in_words_unless_an_answer_was_sent_before(
     assert words in answer
     assert "Traceback" not in caplog.text
     writer.close()
+
+
+async def test_a_number_that_is_too_large_is_found_behind_many():
+    values = "1, " * (request_bounds._SLICE_VALUES + 5)
+    assert request_bounds.parse_json(f"[{values}2.5]".encode())[-1] == 2.5
+    with pytest.raises(RequestValidationError):
+        request_bounds.parse_json(f"[{values}1e999]".encode())

@@ -124,3 +124,9 @@ def test_the_time_of_a_burst_does_not_grow_with_its_drafts() -> None:
     assert best.saved_s == pytest.approx(0.040 - 0.048 / 3.3616, rel=0.02)
     slow = choose_burst({"r": 0.8}, 4, StepRoom(1), _TARGET, costs((1, 0.030)), is_one_step=True)
     assert slow.depth == 4, "30 ms pay for four drafts at once, and not for four steps"
+    drafts, request = make_drafts(), make_request("a", 20, 50)
+    compute(drafts, request, 0, 20)
+    for _ in range(50):
+        drafts.costs.observe(1, 0.060)
+        drafts.acceptances.add("a", 4, 4)
+    assert drafts.choose({request: 4}, 4, StepRoom(1, limit_s=1.0), _TARGET, 0.0).depth == 4
