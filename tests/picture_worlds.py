@@ -62,7 +62,8 @@ class VisionFolder:
     def load(self, folder: Path, tokenizer: Tokenizer) -> SeeingModel:
         """The model's image side; its processor file is written to `folder`."""
         (folder / "preprocessor_config.json").write_text(json.dumps(self.processor))
-        config = {**self.config, "image_token_id": tokenizer.token_to_id(self.image_token)}
+        ids = {"image": self.image_token, "boi": "<|image>", "eoi": "<image|>"}
+        config = {**self.config, **{f"{name}_token_id": tokenizer.token_to_id(token) for name, token in ids.items()}}
         model = SeeingModel.load(folder, config, tokenizer)
         assert model is not None
         return model
@@ -105,7 +106,14 @@ PIXTRAL = VisionFolder(
     ("[INST]", "[/INST]", "[IMG_BREAK]", "[IMG_END]"),
     PIXTRAL_TEMPLATE,
 )
-FOLDERS = {"qwen": QWEN, "gemma": GEMMA, "smolvlm": SMOLVLM, "pixtral": PIXTRAL}
+GEMMA_4 = VisionFolder(
+    {"model_type": "gemma4", "vision_config": {"hidden_size": 32, "patch_size": 4, "pooling_kernel_size": 3}},
+    {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 140},
+    "<|image|>",
+    ("<start_of_turn>", "<end_of_turn>", "<|image>", "<image|>"),
+    GEMMA_TEMPLATE.replace("<start_of_image>", "<|image|>"),
+)
+FOLDERS = {"qwen": QWEN, "gemma": GEMMA, "smolvlm": SMOLVLM, "pixtral": PIXTRAL, "gemma4": GEMMA_4}
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (56, 84)) -> Image.Image:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
 from mlx_server.request import PromptImage
 from mlx_server.runtime.models.loader import LoadedModel
@@ -45,6 +46,63 @@ _TILE = {
 
 _ROWS = {**_TILE, "model_type": "pixtral", "head_dim": 16, "image_size": 168, "patch_size": 14}
 """At most 12 patches along a side."""
+
+_HYBRID = {
+    **_TEXT,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_interleaved": True,
+        "mrope_section": [3, 3, 2],
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+"""The text part of Qwen 3.5: every other layer is recurrent."""
+
+_WINDOWED = {
+    **_TEXT,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+    },
+}
+"""The text part of Gemma 4."""
+
+_SEES = {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+"""Of the larger ones."""
+
+_POOLED = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 64,
+    "default_output_length": 70,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -83,6 +141,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mlp_only_layers": [],
         },
         "vision_config": {**_ENCODER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    },
+    "qwen3_5": {
+        **_IDS,
+        "text_config": {**_HYBRID, "model_type": "qwen3_5_text"},
+        "vision_config": {**_ENCODER, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+    },
+    "qwen3_5_moe": {
+        **_IDS,
+        "text_config": {
+            **_HYBRID,
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        "vision_config": {**_ENCODER, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+    },
+    "gemma4": {
+        "image_token_id": IMAGE,
+        "vocab_size": 320,
+        "text_config": {
+            **_WINDOWED,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+        },
+        "vision_config": _POOLED,
     },
     "gemma3": {
         "image_token_index": IMAGE,
@@ -146,6 +231,35 @@ CONFIGS["ministral3"] = {
 }
 """A model whose text part scales queries by their positions."""
 
+CONFIGS["gemma4_moe"] = {
+    **CONFIGS["gemma4"],
+    "model_type": "gemma4",
+    "text_config": {
+        **_WINDOWED,
+        **_SEES,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+"""Gemma 4 with experts; its images are seen both ways, by layers with a window."""
+
+CONFIGS["gemma4_unified"] = {
+    **CONFIGS["gemma4"],
+    "audio_config": {},
+    "text_config": {**_WINDOWED, **_SEES, "use_double_wide_mlp": False},
+    "vision_config": {
+        "model_type": "gemma4_unified_vision",
+        "patch_size": 4,
+        "model_patch_size": 12,
+        "mm_embed_dim": 32,
+        "mm_posemb_size": 64,
+        "output_proj_dims": 32,
+    },
+}
+"""An encoder without layers."""
+
 
 @dataclass(frozen=True)
 class TinyVlm:
@@ -174,8 +288,12 @@ def tiny_vlm(model_type: str) -> TinyVlm:
     model = build_tiny(config)
     module = vlm_module(f"models.{config['model_type']}")
     plain = module.Model(model.config)
-    plain.load_weights(tree_flatten(model.parameters()))
-    if CONFIGS[model_type]["vision_config"] is _ROWS:  # a lazy constant that is no parameter: it belongs to this thread
+    names = {name for name, _ in tree_flatten(plain.parameters()) if not name.startswith("embed_audio.")}
+    assert names == {name for name, _ in tree_flatten(model.parameters())}
+    plain.load_weights(tree_flatten(model.parameters()), strict=False)
+    # Lazy constants that are no parameters belong to this thread.
+    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+    if CONFIGS[model_type]["vision_config"] is _ROWS:
         mx.eval(model.vision_tower.vision_model.patch_positional_embedding.inv_freq)
     return TinyVlm(LoadedModel(model_type, model, config, None), plain)
 
@@ -193,6 +311,13 @@ def picture(model_type: str, seed: int) -> PromptImage:
     elif model_type == "gemma3":
         size, num_tokens = vision["image_size"], CONFIGS[model_type]["mm_tokens_per_image"]
         inputs = {"pixel_values": rng.standard_normal((1, 3, size, size), dtype=np.float32)}
+    elif model_type.startswith("gemma4"):
+        unit, side = vision.get("pooling_kernel_size", 1), vision.get("model_patch_size", vision["patch_size"])
+        height, width = 3 * unit, (4 + seed % 2) * unit
+        num_tokens = height * width // unit**2
+        places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1).reshape(1, -1, 2)
+        pixels = rng.random((1, height * width, 3 * side**2), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "image_position_ids": places}
     elif "image_size" in vision:
         size = vision["image_size"]
         num_tokens = (size // vision["patch_size"]) ** 2 // CONFIGS[model_type]["scale_factor"] ** 2
@@ -203,7 +328,7 @@ def picture(model_type: str, seed: int) -> PromptImage:
         pixels = rng.standard_normal((height * width, 3 * 2 * 14 * 14), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in inputs.values())).digest()
-    return PromptImage(0, num_tokens, digest, inputs, model_type == "gemma3")
+    return PromptImage(0, num_tokens, digest, inputs, model_type in ("gemma3", "gemma4_moe", "gemma4_unified"))
 
 
 def placeholders(image: PromptImage) -> list[int]:
@@ -238,8 +363,10 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     if vlm.config.model_type == "gemma3":
         return _dense_greedy(model, ids, images, num_tokens)
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
+    if getattr(vlm.config.text_config, "use_bidirectional_attention", None):
+        caches = [_WithMasks(ids, vlm.config) for _ in caches]
     names = images[0].inputs if images else ()
-    arrays = {name: mx.array(_stacked([image.inputs[name] for image in images])) for name in names}
+    arrays = {name: mx.array(_stacked(name, [image.inputs[name] for image in images])) for name in names}
     if not images:
         model.language_model._rope_deltas = model.language_model._position_ids = None
     logits = model(mx.array([ids]), arrays.pop("pixel_values", None), mask=None, cache=caches, **arrays).logits[0, -1]
@@ -278,8 +405,34 @@ def dense_logits(model: Any, ids: Sequence[int], images: Sequence[PromptImage]) 
     return logits
 
 
-def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins images as a processor does: tiles along their second axis, and pixels padded to the widest image."""
+class _WithMasks(KVCache):
+    """Keeps everything, with the masks of transformers for Gemma 4: in layers with a window, tokens of an image also
+    see later ones of theirs. mlx-vlm's masks are so in all layers."""
+
+    def __init__(self, ids: Sequence[int], config: Any) -> None:
+        super().__init__()
+        is_image = np.zeros(len(ids) + 32, bool)
+        is_image[: len(ids)] = np.array(ids) == config.image_token_id
+        owner = np.cumsum(np.diff(is_image, prepend=False))
+        self._is_of_one = (owner == owner[:, None]) & is_image
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        rows, end = slice(self.offset, self.offset + N), self.offset + N
+        behind = np.arange(self.offset, end)[:, None] - np.arange(end)
+        if window_size is None:
+            return mx.array(behind >= 0)
+        return mx.array(((behind >= 0) | self._is_of_one[rows, :end]) & (behind < window_size))
+
+
+def _stacked(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins images as a processor does: tiles along their second axis, pixels padded to the widest image, and patches
+    to the most patches."""
+    if arrays[0].ndim == 3:
+        most, missing = max(array.shape[1] for array in arrays), -1 if name == "image_position_ids" else 0
+        filled = [np.full((1, most, array.shape[2]), missing, array.dtype) for array in arrays]
+        for whole, array in zip(filled, arrays, strict=True):
+            whole[:, : array.shape[1]] = array
+        arrays = filled
     if arrays[0].ndim == 4:
         widest = max(array.shape[3] for array in arrays)
         arrays = [np.pad(array, [(0, 0)] * 3 + [(0, widest - array.shape[3])]) for array in arrays]

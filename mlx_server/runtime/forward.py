@@ -124,7 +124,16 @@ class ModelForward:
         if spans is not None and len(spans):
             if self.level.scope is not Scope.NOTHING or self._cache.recurrent:
                 raise UnpageableError("images that see both ways, in modules that run by group")
-            plans = [plan.with_spans(spans) for plan in plans]
+            windows = self._cache.windows
+            in_windows = images is not None and images.in_windows
+            if in_windows and not any(windows):
+                raise UnpageableError(
+                    "images that only layers with a window see both ways, where all layers share blocks"
+                )
+            plans = [
+                plan.with_spans(spans) if window or not in_windows else plan
+                for plan, window in zip(plans, windows, strict=True)
+            ]
         self._images = images
         plans = self._cache.begin(plans)
         try:

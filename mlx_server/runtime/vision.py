@@ -7,9 +7,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
@@ -42,12 +44,14 @@ class EncodedImage:
 class ImageRows:
     """What images change in a step: the rows `[n]` of the batch, counted over all its tokens, which get the embeddings
     of `images` in sequence; the positions `[3, T]` of all rows, None if they are those of text; and `spans` `[S, 2]`,
-    the first and last rows (exclusive) of images whose rows see each other both ways."""
+    the first and last rows (exclusive) of images whose rows see each other both ways, in all layers or only
+    `in_windows`, in those with a sliding window."""
 
     rows: IntArray
     images: EncodedImage | None
     positions: IntArray | None
     spans: IntArray = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    in_windows: bool = False
 
     def cut(self, first: int, last: int) -> ImageRows:
         """The same for the step's rows [first, last), counted from `first`."""
@@ -58,24 +62,37 @@ class ImageRows:
             None if self.positions is None else self.positions[:, first:last],
         )
 
-    def arguments(self, model: Any, ids: mx.array) -> dict[str, Any]:
-        """The arguments for mlx-vlm's language part besides ids `[B, L]` and caches."""
-        more: dict[str, Any] = {}
-        if self.positions is not None:
-            more["position_ids"] = mx.array(self.positions).reshape(3, *ids.shape)
-        if self.images is not None:
-            embeddings = model.get_input_embeddings(ids).inputs_embeds
-            more["inputs_embeds"] = self._put(self.images.embeddings, embeddings)
-            if self.images.deepstack:
-                nothing = mx.zeros_like(embeddings)
-                more["deepstack_visual_embeds"] = [self._put(layer, nothing) for layer in self.images.deepstack]
-        return more
-
-    def _put(self, image_rows: mx.array, others: mx.array) -> mx.array:
+    def put(self, image_rows: mx.array, others: mx.array) -> mx.array:
         """`others` `[B, L, D]` with `image_rows` `[n, D]` at the placeholders."""
         flat = others.reshape(-1, others.shape[-1])
         flat[mx.array(self.rows)] = image_rows.astype(flat.dtype)
         return flat.reshape(others.shape)
+
+
+class ReadsImages(nn.Module):  # type: ignore[misc]
+    """The base of models with a vision encoder, whose calls take `image_rows`. `module` is mlx-vlm's module for it, and
+    `config` mlx-vlm's configuration."""
+
+    module: ModuleType
+    model_type: str
+    config: Any
+    language_model: Any
+    spans_in_windows = False
+    """Whether images are seen both ways, if at all, only by layers with a sliding window."""
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether tokens have positions in three axes: time, height and width."""
+        raise NotImplementedError
+
+    def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
+        """Encodes an image from its placeholders `[1, n]` and the arrays of its processor. Lazy. Raises whatever
+        mlx-vlm's code raises."""
+        raise NotImplementedError
+
+    def plain(self) -> Any:
+        """mlx-vlm's own model with the same weights, to compare with."""
+        raise NotImplementedError
 
 
 def mrope_positions(images: Sequence[PromptImage], num_tokens: int, merge: int) -> IntArray:
@@ -154,7 +171,7 @@ class ImageEncoder:
     If encoding fails, the request goes through the step without its image, and the step's result has the error.
     """
 
-    def __init__(self, model: Any, max_bytes: int) -> None:
+    def __init__(self, model: ReadsImages, max_bytes: int) -> None:
         self._num_encoded = 0
         self._errors: dict[str, str] = {}
         self.max_bytes = max_bytes
@@ -227,7 +244,8 @@ class ImageEncoder:
             return None
         self._shrink()
         places = np.concatenate(rows) if rows else np.zeros(0, np.int32)
-        return ImageRows(places, _joined(parts), moved, np.array(spans, np.int32).reshape(-1, 2))
+        both_ways = np.array(spans, np.int32).reshape(-1, 2)
+        return ImageRows(places, _joined(parts), moved, both_ways, self._model.spans_in_windows)
 
     def _encode(self, image: PromptImage, request_id: str) -> EncodedImage | None:
         """The encoded image, None on an error. An error of the device comes later, as the error of the step."""
@@ -260,14 +278,11 @@ class ImageEncoder:
                 num_bytes -= self._encoded.pop(digest).num_bytes
 
 
-def encode(model: Any, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
-    """Encodes an image with `model`, one of mlx-vlm's; `token_ids` are its placeholders. Submits the work and does not
+def encode(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
+    """Encodes an image with `model`; `token_ids` are its placeholders. Submits the work and does not
     wait. Raises whatever the model's code raises."""
     arrays = {name: mx.array(value) for name, value in inputs.items()}
-    ids = mx.array([list(token_ids)])
-    made = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)
-    layers = getattr(made, "deepstack_visual_embeds", None)
-    encoded = EncodedImage(made.inputs_embeds[0], () if layers is None else tuple(layers))
+    encoded = model.embed_image(mx.array([list(token_ids)]), arrays)
     mx.async_eval(encoded.embeddings, *encoded.deepstack)  # type: ignore[no-untyped-call]
     return encoded
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import draft_model_named, find_model
+from mlx_server.engine.vision.seeing import most_pixels
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_FEATURES, HELD_STATES, num_with_features
 from mlx_server.runtime.cache.layers import plan_pools
@@ -28,7 +28,13 @@ from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import bfloat16_shapes, predict_cache, why_no_vision
-from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, is_block_drafter, read_headers
+from mlx_server.runtime.models.folder import (
+    CONTEXT_KEYS,
+    TensorHeader,
+    is_block_drafter,
+    read_headers,
+    read_model_json,
+)
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_folder
 
@@ -182,6 +188,9 @@ _MASKS = 2
 _INPUT_COPIES = 3
 """Of an image before the encoder: as it came, in the encoder's type, and in the encoder's order."""
 
+_ONE_HOTS = 4
+"""Gemma 4's encoder looks both places of a patch up by a product, and makes a vector of zeros and a one for each."""
+
 _PIXTRAL_HIDDEN, _PIXTRAL_LAYERS = 1024, 24
 """Values that Pixtral's config.json leaves out, from the hub."""
 
@@ -199,14 +208,22 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     is_square = bool(side) and described.get("model_type") in _SQUARES
     num_pixels = side * side if is_square else max_pixels
     num_patches = max(1, num_pixels // patch**2)
+    text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
+    if size("mm_embed_dim"):  # Gemma 4 Unified's patches are large, and there are no layers
+        patch, inner = size("model_patch_size"), size("mm_embed_dim")
+        num_elements = _INPUT_COPIES * 3 * num_pixels + num_pixels // patch**2 * (_HELD_AT_A_TIME * inner + text)
+        if is_metal():
+            return num_elements * item_bytes
+        return (num_elements + 3 * patch**2 * inner) * _DTYPE_BYTES["float32"]  # MLX turns the matrix there
     hidden = size("embed_dim") or size("hidden_size") or _PIXTRAL_HIDDEN
     num_heads = size("num_attention_heads", "num_heads") or max(1, hidden // (size("head_dim") or 64))
     inner = size("intermediate_size") or 4 * hidden
     is_fused = is_metal() and hidden // num_heads in FUSED_DIMS
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
     num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
-    text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
-    merge = max(1, size("spatial_merge_size") or _first_size(described, "spatial_merge_size", "scale_factor"))
+    merge = size("spatial_merge_size", "pooling_kernel_size")
+    merge = max(1, merge or _first_size(described, "spatial_merge_size", "scale_factor"))
+    num_elements += _ONE_HOTS * num_patches * size("position_embedding_size")
     num_elements += num_patches // merge**2 * text * (1 + len(vision.get("deepstack_visual_indexes") or ()))
     if not is_metal():
         num_elements += _HELD_AT_A_TIME * num_patches * (hidden + max(inner, 4 * hidden))
@@ -251,6 +268,7 @@ _OTHER_TOWERS = re.compile(
     r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector)\."
 )
 """Weights of the vision and audio parts of models, which are not loaded if only the text part is."""
+_SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 
 _WHOLE = re.compile(r"embed|lm_head|wte\b|norm")
 """Weights that are not split between the ranks of a model on several machines."""
@@ -305,7 +323,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
         weights = _random_weight_bytes(described, item_bytes, num_ranks)
         stored = {kind}
     else:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = read_model_json(folder / "config.json")
         if is_block_drafter(described):
             described = {"tie_word_embeddings": True, **described, "model_type": "qwen3", "dflash_config": None}
             held = num_with_features(config.scheduler.max_num_seqs) * HELD_FEATURES
@@ -313,7 +331,8 @@ def _estimate_model(config: Config) -> MemoryNeed:
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
         sees = num_ranks == 1 and not why_no_vision(folder)
-        tensors = {name: tensor for name, tensor in headers if sees or _OTHER_TOWERS.search(name) is None}
+        unread = _SOUND if sees else _OTHER_TOWERS
+        tensors = {name: tensor for name, tensor in headers if unread.search(name) is None}
         sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}
         weights = sum(size if _WHOLE.search(name) else size // num_ranks for name, size in sizes.items())
         if num_ranks == 1 and merged_adapter(settings.adapters) is None:  # split or merged layers are not bfloat16
@@ -325,7 +344,8 @@ def _estimate_model(config: Config) -> MemoryNeed:
     activations = _activation_bytes(config, text, weights)
     if sees:
         item_bytes = _item_bytes(settings, 2)
-        activations += vision_bytes(described, max_pixels=config.server.max_image_pixels, item_bytes=item_bytes)
+        max_pixels = min(config.server.max_image_pixels, most_pixels(folder, described) or _NO_BOUND)
+        activations += vision_bytes(described, max_pixels=max_pixels, item_bytes=item_bytes)
     kv_bytes = _pool_bytes(config, described, stored) + held * _item_bytes(settings, 2)
     return MemoryNeed(weights, activations, kv_bytes)
 

@@ -32,7 +32,7 @@ from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.layers.adapters import merged_adapter
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
-from mlx_server.runtime.models.vlm import VlmModel
+from mlx_server.runtime.vision import ReadsImages
 from mlx_server.setting import parse_size
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def _rounding(config: Config, dtype: str | None, block_bytes: int) -> Rounding |
 
 def _libraries(loaded: LoadedModel) -> tuple[str, ...]:
     """The libraries whose code computes the model's K/V."""
-    return ("mlx", "mlx-lm", "mlx-vlm") if isinstance(loaded.model, VlmModel) else ("mlx", "mlx-lm")
+    return ("mlx", "mlx-lm", "mlx-vlm") if isinstance(loaded.model, ReadsImages) else ("mlx", "mlx-lm")
 
 
 def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> tuple[str, dict[str, str]]:

@@ -7,9 +7,11 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.tokenizer import Tokenizer
@@ -17,6 +19,7 @@ from mlx_server.engine.vision.decoding import MAX_PIXELS, UnreadableImageError, 
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
 from mlx_server.request import DIGEST_BYTES
+from mlx_server.runtime.models.folder import read_model_json
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +70,16 @@ _Key = tuple[str, int, bytes]
 class _Family:
     """How a model family takes images. `placeholder` is what the chat templates write for an image (None: the image
     token); `around` are the texts before and after it if a template has no place for images; `is_bidirectional` is that
-    of `PromptImage`."""
+    of `PromptImage`, by the config.json."""
 
     lay_out: Callable[[SeeingModel, _Arrays], PreparedImage]
     placeholder: str | None = None
     around: tuple[str, str] = ("", "")
     options: Callable[[SeeingModel, int], dict[str, Any]] = lambda model, max_pixels: {}
     """The arguments of the processor's call, for images of at most so many pixels."""
-    is_bidirectional: bool = False
+    is_bidirectional: Callable[[Mapping[str, Any]], bool] = lambda config: False
+    load_processor: Callable[[str], Any] | None = None
+    """Reads the processor of a folder; None for the one that transformers chooses."""
 
 
 class SeeingModel:
@@ -104,10 +109,8 @@ class SeeingModel:
         if not is_known(config):
             return None
         try:
-            from transformers import AutoImageProcessor
-
-            processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
-            model = cls(config, tokenizer, processor)
+            load = _FAMILIES[config["model_type"]].load_processor or _processor_for_pillow
+            model = cls(config, tokenizer, load(str(folder)))
         except Exception as error:  # an incomplete folder can raise anything
             raise ModelLoadError(
                 f"Images cannot be prepared for {folder}: {error} Install the extra `vision`: "
@@ -127,7 +130,7 @@ class SeeingModel:
     @property
     def is_bidirectional(self) -> bool:
         """Whether the placeholder tokens of an image attend to each other in both directions."""
-        return self._family.is_bidirectional
+        return self._family.is_bidirectional(self.config)
 
     def prepare(self, data: bytes, max_pixels: int = MAX_PIXELS, owner: str = "") -> PreparedImage:
         """Prepares the image in a file's bytes, scaled down to at most `max_pixels`. Raises `UnreadableImageError`.
@@ -163,6 +166,32 @@ def load_if_seeing(
     except ModelLoadError as error:
         logger.warning("%s Until then, the model reads text only.", error)
         return None
+
+
+def _processor_for_pillow(folder: str) -> Any:
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
+def _gemma_4_processor(folder: str) -> Any:
+    """For Gemma 4 Unified, too, whose own needs PyTorch."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
+
+
+def most_pixels(folder: Path | None, config: Mapping[str, Any]) -> int | None:
+    """How many pixels an image has at most after its processor, by the processor's files; None if only
+    `--max-image-pixels` bounds it. Any thread. Raises `ModelLoadError` for unreadable files."""
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if folder is None or family is None or family.options is not _soft_tokens:
+        return None
+    files = [read_model_json(folder / name) for name in ("preprocessor_config.json", "processor_config.json")]
+    places = [place for file in files for place in (file, file.get("image_processor") or {})]
+    most = max(place.get("max_soft_tokens", 0) for place in places) or 280
+    vision = config["vision_config"]
+    return int(most * (vision.get("pooling_kernel_size", 3) * vision.get("patch_size", 16)) ** 2)
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
@@ -231,6 +260,35 @@ def _lay_out_rows(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
     return PreparedImage(f"{model.image_token}[IMG_END]", (_piece(run[: len(run) - (between is not None)], inputs),))
 
 
+def _lay_out_pooled(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Gemma 4: one token for each square of patches, 3 x 3. The processor pads all images to the most patches; the
+    encoder gets the patches of this one only.
+
+    An image of 48 x 96 pixels in patches of 16 x 16: 3 x 6 patches, 2 tokens.
+    """
+    is_patch = (arrays["image_position_ids"][0] >= 0).all(axis=-1)
+    inputs = {name: arrays[name][:, is_patch] for name in ("pixel_values", "image_position_ids")}
+    return _pooled(model, inputs, int(is_patch.sum()) // model.processor.pooling_kernel_size**2)
+
+
+def _lay_out_merged(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Gemma 4 Unified: as Gemma 4, but each square of patches becomes one large patch for the model."""
+    patches, places = (arrays[name][0] for name in ("pixel_values", "image_position_ids"))
+    unit, size = model.processor.pooling_kernel_size, model.processor.patch_size
+    width, height = (places.max(axis=0) + 1).tolist()
+    squares = patches[: width * height].reshape(height // unit, unit, width // unit, unit, size, size, 3)
+    merged = squares.transpose(0, 2, 1, 4, 3, 5, 6).reshape(1, -1, 3 * (unit * size) ** 2)
+    grid = np.stack(np.meshgrid(np.arange(width // unit), np.arange(height // unit)), axis=-1)
+    return _pooled(model, {"pixel_values": merged, "image_position_ids": grid.reshape(1, -1, 2)}, merged.shape[1])
+
+
+def _pooled(model: SeeingModel, inputs: _Arrays, num_tokens: int) -> PreparedImage:
+    ids = [int(model.config.get(name, own)) for name, own in (("boi_token_id", 255999), ("eoi_token_id", 258882))]
+    start, end = model.tokenizer.convert_ids_to_tokens(ids)
+    text = f"{start}{model.image_token}{end}"
+    return PreparedImage(text, (_piece([model.image_token_id] * num_tokens, inputs),))
+
+
 def _merged_patch(config: Mapping[str, Any]) -> int:
     return int(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
 
@@ -242,12 +300,26 @@ def _grid_size(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
     return {"size": {"shortest_edge": min(own["shortest_edge"], longest // 2), "longest_edge": longest}}
 
 
+def _soft_tokens(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
+    """Gemma 4's limit on an image's tokens, one of five; the smallest may exceed `max_pixels`."""
+    processor = model.processor
+    most = min(processor.max_soft_tokens, max_pixels // (processor.pooling_kernel_size * processor.patch_size) ** 2)
+    return {"max_soft_tokens": max(count for count in (70, 140, 280, 560, 1120) if count <= max(most, 70))}
+
+
+def _says_vision(config: Mapping[str, Any]) -> bool:
+    return (config.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
+
+
 _QWEN = _Family(_lay_out_grid, around=("<|vision_start|>", "<|vision_end|>"), options=_grid_size)
 _GEMMA_3 = _Family(
     _lay_out_square,
     "<start_of_image>",
     options=lambda model, max_pixels: {"do_pan_and_scan": False},
-    is_bidirectional=True,
+    is_bidirectional=lambda config: True,
+)
+_GEMMA_4 = _Family(
+    _lay_out_pooled, options=_soft_tokens, is_bidirectional=_says_vision, load_processor=_gemma_4_processor
 )
 _IDEFICS_3 = _Family(_lay_out_tiles, options=lambda model, max_pixels: {"return_row_col_info": True})
 _PIXTRAL = _Family(_lay_out_rows, options=lambda model, max_pixels: {"patch_size": _merged_patch(model.config)})
@@ -260,6 +332,8 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "gemma3": _GEMMA_3,
+    "gemma4": _GEMMA_4,
+    "gemma4_unified": replace(_GEMMA_4, lay_out=_lay_out_merged),
     "idefics3": _IDEFICS_3,
     "smolvlm": _IDEFICS_3,
     "pixtral": _PIXTRAL,

@@ -18,8 +18,8 @@ from mlx_server.request import PromptImage
 from mlx_server.runtime.checks.probe import TOLERANCES, TrialRequests, relative_error
 from mlx_server.runtime.layers.adapters import is_adapted
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.vlm import VlmModel
-from mlx_server.runtime.vision import ImageEncoder
+from mlx_server.runtime.models.vlm import vlm_module
+from mlx_server.runtime.vision import ImageEncoder, ReadsImages
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,19 @@ def _merged_patch(config: Any) -> int:
     return int(config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1))
 
 
-BIDIRECTIONAL = ("gemma3",)
-"""The families in which the placeholders of an image attend to each other in both directions."""
+def sees_both_ways(config: Any) -> bool:
+    """Whether the placeholders of an image attend to each other in both directions, by mlx-vlm's configuration."""
+    by_setting = getattr(config.text_config, "use_bidirectional_attention", None) == "vision"
+    return bool(config.model_type == "gemma3" or by_setting)
+
+
+def _by_pooling(config: Any, rng: np.random.Generator) -> Sample:
+    """For models with a token for each square of patches: 2 x 3 placeholders."""
+    side, unit, _ = _pooled_patches(config.vision_config)
+    height, width = 2 * unit, 3 * unit
+    pixels = rng.random((1, height * width, 3 * side**2), dtype=np.float32)
+    places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1).reshape(1, -1, 2)
+    return [image_token_id(config)] * 6, {"pixel_values": pixels, "image_position_ids": places}
 
 
 def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
@@ -110,6 +121,23 @@ def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Seque
     return len(is_image)
 
 
+def _placeholders_by_pooling(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    _check(all(is_image))
+    (side, unit, num_places), places = _pooled_patches(config.vision_config), np.asarray(inputs["image_position_ids"])
+    num_patches = places.shape[1]
+    _check(inputs["pixel_values"].shape == (1, num_patches, 3 * side**2))
+    _check(places.shape == (1, num_patches, 2), num_patches % unit**2 == 0)
+    _check(bool((places >= 0).all()), bool((places < num_places).all()))
+    return int(num_patches // unit**2)
+
+
+def _pooled_patches(vision: Any) -> tuple[int, int, int]:
+    """The side of a patch in pixels, that of a placeholder in patches, and how many places there are along a side."""
+    if hasattr(vision, "model_patch_size"):
+        return vision.model_patch_size, 1, vision.mm_posemb_size
+    return vision.patch_size, vision.pooling_kernel_size, vision.position_embedding_size
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """How to make a sample image, and how to count the placeholders of an image (raises if its arrays do not match)."""
@@ -119,8 +147,12 @@ class _Family:
 
 
 IMAGE_FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _Family(_by_grid, _placeholders_by_grid)),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        _Family(_by_grid, _placeholders_by_grid),
+    ),
     "gemma3": _Family(_by_square, _placeholders_by_square),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _Family(_by_pooling, _placeholders_by_pooling)),
     **dict.fromkeys(("idefics3", "smolvlm"), _Family(_by_tile, _placeholders_by_tile)),
     **dict.fromkeys(("pixtral", "mistral3"), _Family(_by_row, _placeholders_by_row)),
 }
@@ -132,7 +164,7 @@ def _check(*conditions: bool) -> None:
         raise ValueError("shapes that do not match")
 
 
-def count_placeholders(model: VlmModel, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> int | None:
+def count_placeholders(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> int | None:
     """The number of placeholders of an image with these arrays; None if the encoder cannot take the arrays, or if
     `token_ids`, the image's part of the prompt, do not match them. Any thread."""
     placeholder = image_token_id(model.config)
@@ -156,7 +188,7 @@ def not_served(model_type: Any) -> str:
 
 def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
     """The reason why images are not served; empty if they are. Releases the runner's pools. MLX thread."""
-    if not isinstance(model, VlmModel) or not model.has_encoder:
+    if not isinstance(model, ReadsImages) or len(model.children()) == 1:
         return TEXT_ONLY
     family = IMAGE_FAMILIES.get(model.model_type)
     if family is None:
@@ -170,7 +202,7 @@ def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
     return fault
 
 
-def _difference(model: VlmModel, runner: ModelRunner, vocab_size: int, family: _Family) -> str:
+def _difference(model: ReadsImages, runner: ModelRunner, vocab_size: int, family: _Family) -> str:
     """What is wrong with an image in a ragged batch; empty if nothing is."""
     try:
         worst, dtype = _error(model, runner, vocab_size, *family.sample(model.config, np.random.default_rng(0)))
@@ -193,7 +225,7 @@ def _error(
     start = getattr(model.config, "vision_start_token_id", None)
     before = text[:_BEFORE] + ([] if start is None else [start])
     prompt = [*before, *placeholders, *text[_BEFORE:-1]]
-    image = PromptImage(len(before), len(placeholders), bytes(32), inputs, model.model_type in BIDIRECTIONAL)
+    image = PromptImage(len(before), len(placeholders), bytes(32), inputs, sees_both_ways(model.config))
     plain = _plain_logits(model, prompt, text[-1], image)
     mx.eval(plain)
     ours = _ragged_logits(model, runner, prompt, text[-1], image)
@@ -202,33 +234,40 @@ def _error(
 
 def _plain_logits(model: Any, prompt: list[int], following: int, image: PromptImage) -> mx.array:
     """mlx-vlm's own logits after the prompt and after one more token: `[2, vocabulary]`. For a bidirectional image with
-    our masks, because mlx-vlm's let all tokens of such a prompt see each other."""
-    caches = model.make_cache()
+    our masks: mlx-vlm's let all tokens of a prompt see each other in Gemma 3, and all layers see both ways in
+    Gemma 4."""
+    whole = model.plain()
+    caches = vlm_module("models.cache").make_prompt_cache(whole.language_model)
     arrays = {name: mx.array(value) for name, value in image.inputs.items()}
     ids = mx.array([prompt])
     if image.is_bidirectional:
-        caches = [_MaskedCache(image) for _ in caches]
-        made = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)
-        first = model.language_model(ids, inputs_embeds=made.inputs_embeds, cache=caches)
+        caches = [_MaskedCache(image, in_windows=model.spans_in_windows) for _ in caches]
+        made = whole.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)
+        parts = {"inputs_embeds": made.inputs_embeds, "per_layer_inputs": made.per_layer_inputs}
+        given = {name: part for name, part in parts.items() if part is not None}
+        first = whole.language_model(ids, cache=caches, **given)
     else:
-        first = model.module.Model.__call__(model, ids, arrays.pop("pixel_values"), mask=None, cache=caches, **arrays)
-    second = model.language_model(mx.array([[following]]), cache=caches)
+        first = model.module.Model.__call__(whole, ids, arrays.pop("pixel_values"), mask=None, cache=caches, **arrays)
+    second = whole.language_model(mx.array([[following]]), cache=caches)
     return mx.stack([first.logits[0, -1], second.logits[0, -1]])
 
 
 class _MaskedCache(KVCache):  # type: ignore[misc]
     """Keeps everything, and masks as transformers does: a placeholder sees its whole `image` and what precedes it,
-    within the window."""
+    within the window; `in_windows`, without a window only what precedes it."""
 
-    def __init__(self, image: PromptImage) -> None:
+    def __init__(self, image: PromptImage, *, in_windows: bool) -> None:
         super().__init__()
         self._image = image
+        self._in_windows = in_windows
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         queries, keys = mx.arange(self.offset, self.offset + N)[:, None], mx.arange(self.offset + N)
         start, end = self._image.start, self._image.end
         is_within = (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
-        mask = (keys <= queries) | is_within
+        mask = keys <= queries
+        if window_size is not None or not self._in_windows:
+            mask = mask | is_within
         return mask if window_size is None else mask & (keys > queries - window_size)
 
 

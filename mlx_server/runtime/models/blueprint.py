@@ -26,6 +26,8 @@ from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, TEXT_ONLY, not
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.folder import is_block_drafter, read_headers, read_model_json
+from mlx_server.runtime.models.vision_towers import TOWER_FAMILIES, tower_classes
+from mlx_server.runtime.vision import ReadsImages
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
 """Packages without which some of mlx-lm's modules exit the process when they are imported."""
@@ -46,8 +48,8 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[type[nn.Module], Any]:
-    """mlx-lm's classes for the model and for its arguments; mlx-vlm's if mlx-lm has none, or for a model with its
-    vision encoder (`sees`). Raises `ModelLoadError` if neither knows `config`."""
+    """mlx-lm's classes for the model and for its arguments; mlx-vlm's if mlx-lm has none. With the vision encoder
+    (`sees`) mlx-vlm's, or mlx-lm's with mlx-vlm's encoder. Raises `ModelLoadError` if neither knows `config`."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration has no model_type; add it to config.json.")
@@ -55,10 +57,9 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
         raise ModelLoadError("It only drafts for another model: name that one, and this with --draft-model.")
     if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
-    if sees or not _is_in_mlx_lm(model_type):
-        others = _vlm_classes(config)
-        if others is not None:
-            return others
+    others = _vlm_classes(config) if sees or not _is_in_mlx_lm(model_type) else None
+    if others is not None and model_type not in TOWER_FAMILIES:
+        return others
     try:
         classes: tuple[type[nn.Module], Any] = _get_classes(dict(config))
     except SystemExit as error:
@@ -72,7 +73,7 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
         else:
             remedy = f"mlx-lm does not know it; mlx-vlm may, but is not installed: {vlm.INSTALL}."
         raise ModelLoadError(f"{error} {remedy}") from error
-    return classes
+    return classes if others is None else tower_classes(classes, others, model_type)
 
 
 def _is_in_mlx_lm(model_type: str) -> bool:
@@ -100,7 +101,7 @@ def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
     try:
         return model_class(arguments_class.from_dict(dict(config)))
     except Exception as error:  # mlx-lm raises errors of any kind
-        library = "mlx-vlm" if issubclass(model_class, vlm.VlmModel) else "mlx-lm"
+        library = "mlx-vlm" if issubclass(model_class, ReadsImages) else "mlx-lm"
         raise ModelLoadError(
             f"{library} cannot build a model of type {config['model_type']} from this config.json: "
             f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.vision import ImageRows
+from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
 _PACKAGE = "mlx_vlm"
 INSTALL = install_command("vision")
@@ -89,7 +89,7 @@ def _complete_gemma3(config: dict[str, Any]) -> None:
         text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
 
 
-class VlmModel(nn.Module):  # type: ignore[misc]
+class VlmModel(ReadsImages):
     """The base of a model class of mlx-vlm's: calls the language part with the interface of mlx-lm's models, and puts
     embeddings of images in the place of their placeholders.
 
@@ -97,24 +97,13 @@ class VlmModel(nn.Module):  # type: ignore[misc]
     of the last prompt.
     """
 
-    module: ModuleType
-    model_type: str
-    language_model: Any
-    config: Any
-
     @property
     def args(self) -> Any:
         return getattr(self.config, "text_config", self.config)
 
     @property
     def has_positions(self) -> bool:
-        """Whether tokens have positions in three axes: time, height and width."""
         return hasattr(self.language_model, "get_rope_index")
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether there are other parts than the language part."""
-        return len(self.children()) > 1
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -127,13 +116,34 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, image_rows: ImageRows | None = None) -> Any:
         """Logits `[B, L, vocabulary]` for ids `[B, L]`."""
-        more: dict[str, Any] = {}
-        if image_rows is not None:
-            more = image_rows.arguments(self, ids)
+        more = {} if image_rows is None else self._arguments(ids, image_rows)
         if self.has_positions and "position_ids" not in more:
             more["position_ids"] = _text_positions(ids, cache or ())
         output = self.language_model(ids, cache=cache, **more)
         return getattr(output, "logits", output)
+
+    def _arguments(self, ids: mx.array, image_rows: ImageRows) -> dict[str, Any]:
+        """The arguments of the language part besides ids and caches."""
+        more: dict[str, Any] = {}
+        if image_rows.positions is not None:
+            more["position_ids"] = mx.array(image_rows.positions).reshape(3, *ids.shape)
+        images = image_rows.images
+        if images is not None:
+            embeddings = self.get_input_embeddings(ids).inputs_embeds
+            more["inputs_embeds"] = image_rows.put(images.embeddings, embeddings)
+            if images.deepstack:
+                nothing = mx.zeros_like(embeddings)
+                more["deepstack_visual_embeds"] = [image_rows.put(layer, nothing) for layer in images.deepstack]
+        return more
+
+    def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
+        others = {name: value for name, value in inputs.items() if name != "pixel_values"}
+        made = self.get_input_embeddings(ids, inputs["pixel_values"], mask=mx.ones_like(ids), **others)
+        layers = getattr(made, "deepstack_visual_embeds", None)
+        return EncodedImage(made.inputs_embeds[0], () if layers is None else tuple(layers))
+
+    def plain(self) -> Any:
+        return self
 
     def make_cache(self) -> list[Any]:
         """mlx-vlm's own caches."""

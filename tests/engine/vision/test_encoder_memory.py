@@ -32,6 +32,10 @@ def larger(model_type: str) -> dict[str, Any]:
         vision["hidden_size"] = 128
     if "image_size" in vision:
         vision["image_size"] = SIDE * PATCH
+    if model_type == "gemma4":
+        vision |= {"patch_size": PATCH, "num_key_value_heads": 4, "head_dim": 32, "position_embedding_size": 1024}
+    if model_type == "gemma4_unified":
+        vision |= {"patch_size": PATCH, "model_patch_size": 3 * PATCH, "mm_embed_dim": 512, "output_proj_dims": 512}
     return {"model_type": model_type, **config}
 
 
@@ -40,13 +44,21 @@ def image_of(config: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
     ids = [IMAGE] * (num_patches // 4)
     if config["model_type"] == "gemma3":
         return [IMAGE] * 16, {"pixel_values": np.ones((1, 3, SIDE * PATCH, SIDE * PATCH), np.float32)}
+    if config["model_type"].startswith("gemma4"):
+        side = SIDE - 1 if config["model_type"] == "gemma4" else SIDE // 3
+        patch = vision.get("model_patch_size", PATCH)
+        places = np.stack(np.meshgrid(np.arange(side), np.arange(side)), axis=-1).reshape(1, -1, 2)
+        return ids, {"pixel_values": np.ones((1, side**2, 3 * patch**2), np.float32), "image_position_ids": places}
     if "image_size" in vision:
         return ids, {"pixel_values": np.ones((1, 1, 3, SIDE * PATCH, SIDE * PATCH), np.float32)}
     pixels = np.ones((num_patches, 3 * vision["temporal_patch_size"] * PATCH**2), np.float32)
     return ids, {"pixel_values": pixels, "image_grid_thw": np.array([[1, SIDE, SIDE]])}
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "gemma3", "gemma4", "gemma4_unified"],
+)
 def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str) -> None:
     config = larger(model_type)
     model = build_random(config, 7, sees=True)
@@ -110,3 +122,25 @@ def test_it_is_booked_with_the_model(tmp_path: Path) -> None:
     small, large = activation_bytes(100_000), activation_bytes(1_000_000)
     estimated = [vision_bytes(loaded.config, max_pixels=size, item_bytes=4) for size in (100_000, 1_000_000)]
     assert large - small == estimated[1] - estimated[0] > 0
+
+
+def test_an_image_of_gemma_4_has_at_most_its_processor_s_tokens(tmp_path: Path) -> None:
+    loaded = tiny_vlm("gemma4").loaded
+    folder = save_model_folder(loaded.model, loaded.config, tmp_path, byte_tokenizer())
+
+    def booked() -> int:
+        return estimate_need(Config(model=ModelConfig(model=str(folder)))).activation_bytes
+
+    sizes = []
+    for name, content in (
+        ("preprocessor_config.json", '{"max_soft_tokens": 1120}'),
+        ("preprocessor_config.json", '{"max_soft_tokens": 280}'),
+        ("preprocessor_config.json", "{}"),
+        ("processor_config.json", '{"image_processor": {"max_soft_tokens": 280}}'),
+    ):
+        (folder / name).write_text(content)
+        sizes.append(booked())
+        (folder / name).unlink()
+    most, less = (vision_bytes(loaded.config, max_pixels=count * 12**2, item_bytes=4) for count in (1120, 280))
+    assert sizes[0] - sizes[1] == most - less > 0
+    assert sizes[1:] == [sizes[1]] * 3

@@ -79,6 +79,9 @@ SAID = {
         "@<global-img>#?#@<end_of_utterance>\nAssistant:"
     ).replace("@", "<fake_token_around_image>"),
     "pixtral": "[INST]Look:#0#[IMG_END] and #1#[IMG_END][/INST]",
+    "gemma4": (
+        "<start_of_turn>user\nLook:<|image>#0#<image|>and<|image>#1#<image|><end_of_turn>\n<start_of_turn>model\n"
+    ),
 }
 
 

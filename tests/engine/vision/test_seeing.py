@@ -14,7 +14,7 @@ from mlx_server.engine.vision import seeing
 from mlx_server.engine.vision.decoding import UnreadableImageError, decode
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
 from mlx_server.errors import ModelLoadError
-from tests.picture_worlds import FOLDERS, GEMMA, PIXTRAL, QWEN, SMOLVLM, VisionFolder, encoded, picture
+from tests.picture_worlds import FOLDERS, GEMMA, GEMMA_4, PIXTRAL, QWEN, SMOLVLM, VisionFolder, encoded, picture
 
 
 def load(folder: VisionFolder, path: Path) -> SeeingModel:
@@ -58,6 +58,41 @@ def test_pixtrals_images_are_rows_with_breaks_between(tmp_path: Path, merged: in
     assert found.text == "[IMG][IMG_END]"
     assert piece.inputs["image_sizes"].tolist() == [[56, 84]]
     assert piece.inputs["pixel_values"].shape == (1, 3, 56, 84)
+
+
+def test_gemma_4s_images_have_a_token_for_each_square_of_patches(tmp_path: Path):
+    model = load(GEMMA_4, tmp_path)
+    for size in [(48, 24), (200, 30), (31, 90)]:
+        found = model.prepare(encoded(picture(size=size)))
+        theirs = plain(model.processor(picture(size=size), return_tensors="np"))
+        (piece,) = found.pieces
+        assert found.text == "<|image><|image|><image|>"
+        assert piece.num_tokens == theirs["num_soft_tokens_per_image"][0] <= 140
+        assert set(piece.token_ids) == {model.image_token_id}
+        num_patches = 9 * piece.num_tokens
+        for name, array in piece.inputs.items():
+            assert np.array_equal(array, theirs[name][:, :num_patches]), "without the padding"
+        assert (theirs["image_position_ids"][:, num_patches:] == -1).all()
+
+
+def test_gemma_4_unifieds_patches_are_squares_of_small_ones(tmp_path: Path):
+    folder = dataclasses.replace(GEMMA_4, config={**GEMMA_4.config, "model_type": "gemma4_unified"})
+    model, image = load(folder, tmp_path), picture(size=(48, 24))
+    (piece,) = model.prepare(encoded(image)).pieces
+    pixels, places = piece.inputs["pixel_values"][0], piece.inputs["image_position_ids"][0]
+    width, height = 12 * (places.max(axis=0) + 1)
+    assert width == 2 * height
+    scaled = np.asarray(image.resize((width, height), 3), np.float32) / 255  # bicubic, as the processor's
+    for patch, (column, row) in zip(pixels, places, strict=True):
+        square = scaled[12 * row : 12 * row + 12, 12 * column : 12 * column + 12]
+        assert np.abs(patch.reshape(12, 12, 3) - square).max() < 0.01
+
+
+@pytest.mark.parametrize(("max_pixels", "most"), [(10**9, 280), (280 * 144, 280), (280 * 144 - 1, 140), (1024, 70)])
+def test_gemma_4s_images_have_at_most_the_tokens_that_fit(tmp_path: Path, max_pixels: int, most: int):
+    folder = dataclasses.replace(GEMMA_4, processor={**GEMMA_4.processor, "max_soft_tokens": 280})
+    found = load(folder, tmp_path).prepare(encoded(picture(size=(400, 380))), max_pixels)
+    assert 0.8 * most < found.num_tokens <= most
 
 
 def plain(arrays: Any) -> dict[str, np.ndarray]:
@@ -130,6 +165,8 @@ def test_inputs_are_bounded_by_the_pixels(tmp_path: Path, name: str, max_pixels:
         rounding = 2 * 28 * 500  # Pixtral's sides are rounded up
         most = max_pixels * 2 if name == "qwen" else max_pixels + rounding
         assert found.pieces[0].inputs["pixel_values"].size <= 3 * most
+    elif name == "gemma4":
+        assert found.num_tokens <= (140 if max_pixels > 140 * 144 else 70)
     else:  # these have sizes of their own
         assert found.num_tokens <= 5 * 4
 

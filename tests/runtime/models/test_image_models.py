@@ -15,7 +15,7 @@ from mlx_server.engine.vision import seeing
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
-from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, IMAGE_FAMILIES, find_image_fault
+from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, find_image_fault, sees_both_ways
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
@@ -127,8 +127,11 @@ def test_rows_one_by_one_do_not_see_both_ways(square_folder: Path, monkeypatch: 
     assert "tokens that see each other both ways cannot be computed one by one, as --batch-invariant requires" in fault
 
 
-def test_the_same_families_see_both_ways_for_the_scheduler_and_the_probe() -> None:
-    assert {name for name, family in seeing._FAMILIES.items() if family.is_bidirectional} == {*BIDIRECTIONAL}
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_models_see_both_ways_for_the_scheduler_and_the_probe(name: str) -> None:
+    config = tiny_vlm(name).loaded.config
+    both_ways = seeing._FAMILIES[config["model_type"]].is_bidirectional(config)
+    assert both_ways == sees_both_ways(tiny_vlm(name).config) == (name in ("gemma3", "gemma4_moe", "gemma4_unified"))
 
 
 def test_images_of_gemma_3_are_as_large_as_its_text() -> None:
