@@ -79,12 +79,12 @@ def layer_name(architecture: str, name: str) -> str:
     return f"{layer_prefix.format(number)}{rest}"
 
 
-def head_weights(architecture: str, seed: int = 1) -> Weights:
-    """Random weights of a head, as in a file in MLX's format."""
+def head_weights(architecture: str, seed: int = 1, **more: Any) -> Weights:
+    """Random weights of a head, as in a file in MLX's format; `more` changes the model's configuration."""
     config = config_of(architecture)
     prefix, _, (embedding_norm, hidden_norm, projection, norm) = NAMES[architecture]
     num_layers = (config.get("text_config") or config)["num_hidden_layers"]
-    one = build_random(head_config(architecture), seed)
+    one = build_random(head_config(architecture, **more), seed)
     weights = {
         layer_name(architecture, name): array for name, array in tree_flatten(one.parameters()) if "layers." in name
     }

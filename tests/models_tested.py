@@ -13,13 +13,13 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_server.engine.text.reasoning import find_reasoning_markers
-from mlx_server.engine.vision.seeing import is_known
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
-from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, IMAGE_FAMILIES
+from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
@@ -29,7 +29,14 @@ from tests.text_worlds import make_tokenizer
 PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
 TEMPLATES = Path(__file__).parent / "engine" / "text" / "chat_templates"
 UNSEEN = [name for name in IMAGE_FAMILIES if name not in ARCHITECTURES]
-"""Served by mlx-vlm's code alone."""
+"""mlx-lm has no code of this name."""
+
+_BOTH_WAYS = {
+    "gemma3": ", on a GPU without `--batch-invariant`",
+    "gemma4": ", larger ones on a GPU without `--batch-invariant`",
+    "gemma4_unified": ", on a GPU without `--batch-invariant`",
+}
+"""Images that see both ways."""
 
 _HEADS = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
 _WIDTH = {"hidden_size": 256, "n_embd": 256, "d_model": 256, "block_dim": 256}
@@ -72,7 +79,8 @@ def text_of(level: str) -> str:
 def row_of(name: str) -> Row:
     """Loads tiny models of the architecture, which takes a second."""
     if name in UNSEEN:
-        return Row(name, "by mlx-vlm's code", YES, UNTESTED, UNTESTED, UNTESTED)
+        code = f"as {MODEL_REMAPPING[name]}" if name in MODEL_REMAPPING else "by mlx-vlm's code"
+        return Row(name, code, _images(name), UNTESTED, UNTESTED, UNTESTED)
     if name in {*REFUSED, *BROKEN}:
         return Row(name, "refused")
     if name in NEEDS_METAL:
@@ -95,9 +103,7 @@ def row_of(name: str) -> Row:
 
 
 def _images(name: str) -> str:
-    if name in IMAGE_FAMILIES:
-        return f"{YES}, on a GPU without `--batch-invariant`" if name in BIDIRECTIONAL else YES
-    return "no: the encoder is not run" if is_known({"model_type": name, "vision_config": {}}) else NONE
+    return YES + _BOTH_WAYS.get(name, "") if name in IMAGE_FAMILIES else NONE
 
 
 def _kv_bits(name: str) -> str:

@@ -21,6 +21,18 @@ from replay.traffic import Traffic
 
 _COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}
 
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "num_position_embeddings": 2304,
+}
+
 SEEING: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
         "qwen3-vl-8b": {
@@ -40,18 +52,57 @@ SEEING: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
                 "vocab_size": 151936,
                 "tie_word_embeddings": False,
             },
+            "vision_config": {**_TOWER, "out_hidden_size": 4096, "deepstack_visual_indexes": [0]},
+        },
+        "qwen3.5-35b-a3b": {
+            "model_type": "qwen3_5_moe",
+            "image_token_id": 248056,
+            "text_config": {
+                **_COMMON,
+                **models.CONFIGS["qwen3.5-35b-a3b"],
+                "model_type": "qwen3_5_moe_text",
+                "rope_parameters": {
+                    "type": "default",
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_section": [11, 11, 10],
+                },
+            },
+            "vision_config": {**_TOWER, "out_hidden_size": 2048, "deepstack_visual_indexes": []},
+        },
+        "gemma-4-26b-a4b": {
+            "model_type": "gemma4",
+            "image_token_id": 258880,
+            "text_config": {
+                **_COMMON,
+                "model_type": "gemma4_text",
+                "hidden_size": 2816,
+                "num_hidden_layers": 30,
+                "intermediate_size": 2112,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "num_global_key_value_heads": 2,
+                "head_dim": 256,
+                "global_head_dim": 512,
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True,
+                "use_bidirectional_attention": "vision",
+                "enable_moe_block": True,
+                "num_experts": 128,
+                "top_k_experts": 8,
+                "moe_intermediate_size": 704,
+                "sliding_window": 1024,
+                "sliding_window_pattern": 6,
+                "vocab_size": 262144,
+            },
             "vision_config": {
-                "depth": 1,
                 "hidden_size": 1152,
                 "intermediate_size": 4304,
-                "out_hidden_size": 4096,
-                "num_heads": 16,
-                "patch_size": 16,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-                "in_channels": 3,
-                "num_position_embeddings": 2304,
-                "deepstack_visual_indexes": [0],
+                "num_hidden_layers": 1,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+                "head_dim": 72,
             },
         },
         "gemma-3-4b": {
@@ -94,7 +145,8 @@ TRAFFIC = Traffic(decodes=(100,), prompts=((0, 300), (64, 300)), known=True)
 def record_images(name: str, num_layers: int, num_steps: int = 3, *, traffic: Traffic = TRAFFIC) -> Graph:
     """The graph of steps, the first of which computes an image."""
     config = {**SEEING[name], "text_config": {**SEEING[name]["text_config"], "num_hidden_layers": num_layers}}
-    image = PromptImage(20, _NUM_TOKENS, b"image", {"image_grid_thw": _GRID}, config["model_type"] == "gemma3")
+    both_ways = config["model_type"] in ("gemma3", "gemma4")
+    image = PromptImage(20, _NUM_TOKENS, b"image", {"image_grid_thw": _GRID}, both_ways)
     with recording(lambda: models.build(config, sees=True), config["text_config"]["vocab_size"]) as recorder:
         runner, size = recorder.runner, config["text_config"]["hidden_size"]
         runner.images = ImageEncoder(runner.forward.model, max_bytes=2**40)

@@ -32,7 +32,10 @@ def found_pairs(graph: Graph, num_splits: int = 6) -> list[Unordered]:
     return found
 
 
-@pytest.mark.parametrize(("model", "num_layers"), [("qwen3-vl-8b", 3), ("gemma-3-4b", 6)])
+@pytest.mark.parametrize(
+    ("model", "num_layers"),
+    [("qwen3-vl-8b", 3), ("qwen3.5-35b-a3b", 4), ("gemma-3-4b", 6), ("gemma-4-26b-a4b", 6)],
+)
 def test_steps_over_images(model: str, num_layers: int) -> None:
     """Positions in three axes and added layers of an encoder's; an image whose rows see each other both ways."""
     graph = record_images(model, num_layers)

@@ -106,7 +106,7 @@ class SeeingModel:
     def load(cls, folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> SeeingModel | None:
         """Reads the processor's files; returns None for a family whose images are not supported. Takes seconds, since
         transformers is slow to import. Raises `ModelLoadError`, also without Pillow."""
-        if not is_known(config):
+        if config.get("model_type") not in _FAMILIES or not isinstance(config.get("vision_config"), Mapping):
             return None
         try:
             load = _FAMILIES[config["model_type"]].load_processor or _processor_for_pillow
@@ -192,11 +192,6 @@ def most_pixels(folder: Path | None, config: Mapping[str, Any]) -> int | None:
     most = max(place.get("max_soft_tokens", 0) for place in places) or 280
     vision = config["vision_config"]
     return int(most * (vision.get("pooling_kernel_size", 3) * vision.get("patch_size", 16)) ** 2)
-
-
-def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether images can be prepared for models with this config.json."""
-    return config.get("model_type") in _FAMILIES and isinstance(config.get("vision_config"), Mapping)
 
 
 def _piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:

@@ -23,6 +23,8 @@ from mlx_server.runtime.models.loader import LoadedModel
 from tests.conformance import preempt_every
 from tests.drafters import always
 from tests.engine_worlds import built, greedy
+from tests.heads import head_weights, save_head
+from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_worlds import CONFIGS, IMAGE, Prompt, picture, plain_greedy, prompt_of, tiny_vlm
 
 QUESTION = list(range(40, 60))
@@ -91,10 +93,11 @@ async def test_answers_are_those_of_mlx_vlm_alone_and_in_mixed_batches(model_typ
         assert await answers(engine, prompts) == wanted
 
 
-async def test_text_has_the_same_bits_beside_images():
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma4_moe"])
+async def test_text_has_the_same_bits_beside_images(model_type):
     prompt = prompt_of([range(1, 50)])
     text = greedy(NUM_TOKENS, logprobs=2)
-    async with engine_of("qwen3_vl", cache={"prefix_caching": False}) as engine:
+    async with engine_of(model_type, cache={"prefix_caching": False}) as engine:
 
         async def logprobs(*others: Prompt) -> list[Any]:
             streams = [engine.submit(ask(f"o{n}", other)) for n, other in enumerate(others)]
@@ -105,14 +108,14 @@ async def test_text_has_the_same_bits_beside_images():
                     pass
             return seen
 
-        alone, beside = await logprobs(), await logprobs(*mixed("qwen3_vl")[1:3])
+        alone, beside = await logprobs(), await logprobs(*mixed(model_type)[1:3])
     ids = [entry.token.token_id for entry in alone]
     assert ids == [entry.token.token_id for entry in beside]
     for one, other in zip(alone, beside, strict=True):
         assert other.token.logprob == pytest.approx(one.token.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "gemma4_moe"])
 async def test_equal_placeholders_of_other_images_are_never_hit(model_type):
     vlm = tiny_vlm(model_type)
     first, second = picture(model_type, 1), picture(model_type, 3)
@@ -132,7 +135,7 @@ async def test_equal_placeholders_of_other_images_are_never_hit(model_type):
             assert stats.num_images_encoded == 2
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "gemma3", "gemma4"])
 async def test_the_second_turn_computes_no_image_token_and_runs_no_encoder(model_type):
     vlm = tiny_vlm(model_type)
     ids, images = prompt_of([range(5, 15), picture(model_type, 2), QUESTION, range(100, 140)])
@@ -191,7 +194,7 @@ async def test_no_step_has_the_encoder_run_twice(monkeypatch):
         assert sum(per_step) == 6
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_moe"])
 async def test_preempted_requests_see_their_images_again(model_type):
     vlm, prompts = tiny_vlm(model_type), mixed(model_type)
     async with engine_of(model_type, cache={"prefix_caching": False}) as engine:
@@ -200,14 +203,15 @@ async def test_preempted_requests_see_their_images_again(model_type):
         assert engine.stats().num_preemptions > 0
 
 
-async def test_drafts_do_not_change_what_images_are_answered_with(monkeypatch):
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "gemma4"])
+async def test_drafts_do_not_change_what_images_are_answered_with(monkeypatch, model_type):
     monkeypatch.setattr(drafting, "choose_depths", always)
-    vlm = tiny_vlm("qwen2_5_vl")
-    ids, images = prompt_of([range(5, 15), picture("qwen2_5_vl", 1), QUESTION])
+    vlm = tiny_vlm(model_type)
+    ids, images = prompt_of([range(5, 15), picture(model_type, 1), QUESTION])
     expected = plain_greedy(vlm, (ids, images), 24)
     prompt = (ids + expected[:12] + QUESTION + expected[:6], images)
     wanted = plain_greedy(vlm, prompt, 24)
-    async with engine_of("qwen2_5_vl", speculate="ngram") as engine:
+    async with engine_of(model_type, speculate="ngram") as engine:
         stream = engine.submit(ask("drafts", prompt, 24, prediction_token_ids=tuple(wanted)))
         assert [token_id async for delta in stream for token_id in delta.token_ids] == wanted
         assert engine.stats().num_accepted_tokens > 0
@@ -290,3 +294,24 @@ async def test_an_image_that_is_larger_than_a_step_is_refused():
 
 def test_the_placeholder_is_what_the_configuration_says():
     assert prompt_of([picture("qwen2_5_vl", 1)])[0].count(IMAGE) == picture("qwen2_5_vl", 1).num_tokens
+
+
+@pytest.mark.usefixtures("always_drafts")
+async def test_a_models_own_head_drafts_behind_images(tmp_path):
+    vlm = tiny_vlm("qwen3_5")
+    folder = save_model_folder(vlm.loaded.model, vlm.loaded.config, tmp_path, byte_tokenizer())
+    save_head(folder, head_weights("qwen3_5", text_config=CONFIGS["qwen3_5"]["text_config"]))
+    prompts = mixed("qwen3_5")
+    settings = Config(
+        model=ModelConfig(model=str(folder), max_model_len=512),
+        cache=CacheConfig(num_kv_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, speculate="mtp"),
+    )
+    engine = AsyncEngine(settings)
+    await engine.start()
+    try:
+        assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+        assert engine.stats().num_draft_tokens > 0
+        assert engine.stats().num_images_encoded == 2
+    finally:
+        await engine.stop()

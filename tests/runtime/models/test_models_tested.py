@@ -12,7 +12,7 @@ from tests.models_tested import PAGE, UNSEEN, row_of, template_table, text_of
 
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = {row.split(" ")[1]: row for row in re.findall(r"^\| .*", TEXT, re.MULTILINE) if row.count("|") == 7}
-SOME = ("qwen3", "gemma3", "gemma3_text", "deepseek_v3", "mamba2", "qwen3_5", "qwen2_vl", "phi3small")
+SOME = ("qwen3", "gemma3", "gemma3_text", "deepseek_v3", "mamba2", "qwen3_5", "qwen2_vl", "gemma4_unified", "phi3small")
 REMEDY = "run `python -m tests.models_tested`"
 
 on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the page has results of a CPU")
