@@ -111,7 +111,9 @@ GEMMA_4 = VisionFolder(
     {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 140},
     "<|image|>",
     ("<start_of_turn>", "<end_of_turn>", "<|image>", "<image|>"),
-    GEMMA_TEMPLATE.replace("<start_of_image>", "<|image|>"),
+    GEMMA_TEMPLATE.replace("<start_of_image>", "<|image|>").replace(
+        "{{ message['role'] }}", "{{ 'model' if message['role'] == 'assistant' else message['role'] }}"
+    ),
 )
 FOLDERS = {"qwen": QWEN, "gemma": GEMMA, "smolvlm": SMOLVLM, "pixtral": PIXTRAL, "gemma4": GEMMA_4}
 

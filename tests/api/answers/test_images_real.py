@@ -25,7 +25,7 @@ from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, user
-from tests.picture_worlds import GEMMA, PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
+from tests.picture_worlds import GEMMA, GEMMA_4, PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
 from tests.tiny_models import save_model_folder
 from tests.vision_worlds import CONFIGS, TinyVlm, build_tiny, plain_greedy
 
@@ -38,8 +38,8 @@ CAT, DOG = (encoded(picture(seed)) for seed in (0, 1))
 QUESTION = "What is this? Say it in a few words, and leave nothing out."
 TEXT = {"type": "text", "text": QUESTION}
 NUM_TOKENS = 8
-NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "gemma3": 16, "smolvlm": 20, "mistral3": 6}
-NUM_ENCODED = {"qwen2_5_vl": 1, "gemma3": 1, "smolvlm": 5, "mistral3": 1}
+NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "qwen3_5": 6, "gemma3": 16, "gemma4": 6 * 10, "smolvlm": 20, "mistral3": 6}
+NUM_ENCODED = {**dict.fromkeys(NUM_IMAGE_TOKENS, 1), "smolvlm": 5}
 """Calls of the encoder for an image: each of the four tiles and the whole are encoded by themselves."""
 
 
@@ -100,6 +100,8 @@ HOSTS = {
     "gemma": replace(GEMMA, processor={**GEMMA.processor, **SQUARE}),
     "smolvlm": SMOLVLM,
     "mistral": PIXTRAL,
+    "qwen3_5": replace(QWEN, config={**QWEN.config, "model_type": "qwen3_5"}),
+    "gemma4": replace(GEMMA_4, processor={**GEMMA_4.processor, "max_soft_tokens": 70}),
 }
 
 

@@ -41,13 +41,18 @@ def published(model_type: str) -> Weights:
         is_text = name.startswith("language_model.")
         if is_text and model_type == "qwen3_5" and "norm" in name and not name.endswith("linear_attn.norm.weight"):
             array = array - 1
-        name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head")
+        name = name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        )
         if not is_text:
             tower = "visual" if model_type == "qwen3_5" else "vision_tower"
             name = f"model.{name}".replace("vision_tower", tower)
         weights[name] = array
     if model_type != "qwen3_5":
-        weights |= {"model.audio_tower.layers.0.weight": mx.ones((64, 64)), "model.embed_audio.weight": mx.ones((64, 64))}
+        weights |= {
+            "model.audio_tower.layers.0.weight": mx.ones((64, 64)),
+            "model.embed_audio.weight": mx.ones((64, 64)),
+        }
     return weights
 
 
