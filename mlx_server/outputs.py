@@ -82,6 +82,11 @@ HELD_FEATURES = 1024
 as much memory as hidden states for a head."""
 
 
+HELD_BY_ASSISTANTS = 32
+"""The same for an assistant, which reads the state before the last known token: one of the last step's rows, of which
+a request with drafts has at most so many."""
+
+
 def num_with_features(max_num_seqs: int) -> int:
     """Of how many requests features are kept."""
     return max(1, max_num_seqs * HELD_STATES // HELD_FEATURES)

@@ -282,6 +282,11 @@ def build_tiny(config: dict[str, Any]) -> Any:
     return model
 
 
+def evaluate_constants(model: Any) -> None:
+    """Lazy constants that are no parameters belong to the thread that makes them."""
+    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+
+
 @lru_cache(maxsize=2)
 def tiny_vlm(model_type: str) -> TinyVlm:
     config = {"model_type": model_type, **CONFIGS[model_type]}
@@ -291,8 +296,7 @@ def tiny_vlm(model_type: str) -> TinyVlm:
     names = {name for name, _ in tree_flatten(plain.parameters()) if not name.startswith("embed_audio.")}
     assert names == {name for name, _ in tree_flatten(model.parameters())}
     plain.load_weights(tree_flatten(model.parameters()), strict=False)
-    # Lazy constants that are no parameters belong to this thread.
-    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+    evaluate_constants(model)
     if CONFIGS[model_type]["vision_config"] is _ROWS:
         mx.eval(model.vision_tower.vision_model.patch_positional_embedding.inv_freq)
     return TinyVlm(LoadedModel(model_type, model, config, None), plain)

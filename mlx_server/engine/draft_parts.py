@@ -1,5 +1,5 @@
-"""Draft models, block drafters, and a model's own multi-token-prediction heads: whether they can draft for a model, how
-they are loaded, and what memory they use."""
+"""Draft models, block drafters, assistants, and a model's own multi-token-prediction heads: whether they can draft for
+a model, how they are loaded, and what memory they use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
+from mlx_server.batching.speculation.draft_assistant import AssistantDrafts
 from mlx_server.batching.speculation.draft_blocks import BlockDrafts
 from mlx_server.batching.speculation.draft_heads import HeadDrafts
 from mlx_server.batching.speculation.draft_model import DraftModel
@@ -25,21 +26,23 @@ from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
 from mlx_server.engine.memory.need import estimate_heads
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import num_with_features
+from mlx_server.outputs import HELD_BY_ASSISTANTS, num_with_features
 from mlx_server.runtime.attention.regroup import Scope
+from mlx_server.runtime.drafts.assistant import AssistantModel, load_assistant, reads
 from mlx_server.runtime.drafts.block_drafter import BlockModel, load_block_drafter
 from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, layers_of, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import FeatureStates
-from mlx_server.runtime.drafts.runner import BlockFeed, DraftingRunner, HeadFeed
+from mlx_server.runtime.drafts.runner import AssistantFeed, BlockFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
+from mlx_server.runtime.models.folder import is_assistant, only_drafts, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces
 from mlx_server.runtime.models.resolve import find_folder
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Head = HeadModel | BlockModel | AssistantModel
 InPieces = Callable[[Pieces[Any]], Awaitable[Any]]
 """Does work on the MLX thread, with other models' steps in between, and returns its result."""
 
@@ -73,8 +76,10 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     weights if their vocabularies differ."""
     settings = config.model
     folder = await asyncio.to_thread(find_model, settings)
-    if folder is not None and is_block_drafter(await asyncio.to_thread(read_model_json, folder / "config.json")):
-        return await run(load_block_drafter(settings.model, folder, target, settings.dtype))
+    described = {} if folder is None else await asyncio.to_thread(read_model_json, folder / "config.json")
+    if folder is not None and only_drafts(described):
+        load = load_assistant if is_assistant(described) else load_block_drafter
+        return await run(load(settings.model, folder, target, settings.dtype))
     if folder is not None and tokenizer is not None:
         own = await asyncio.to_thread(Tokenizer.from_folder, folder, trust_remote_code=settings.trust_remote_code)
         difference = await asyncio.to_thread(vocabulary_difference, tokenizer, own)
@@ -159,7 +164,7 @@ async def make_draft(
     it computes up to `largest_chunk` tokens of a prompt at a time. Raises as `make_runner` does, and `ModelLoadError`
     for a draft model with recurrent state."""
     has_text, model_kind = loaded.folder is not None, loaded.model
-    head = model_kind if isinstance(model_kind, HeadModel | BlockModel) else None
+    head = model_kind if isinstance(model_kind, HeadModel | BlockModel | AssistantModel) else None
     if not has_text and loaded.vocab_size != target.vocab_size:
         sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
@@ -184,6 +189,8 @@ async def make_draft(
         enable_prefix_caching=config.cache.prefix_caching,
     )
     kind: Callable[..., DraftModel] = DraftModel if head is None else HeadDrafts
+    if isinstance(head, AssistantModel):
+        kind = AssistantDrafts
     if isinstance(head, BlockModel):
         shape = head.model.shape
         most = num_with_features(target_info.max_num_seqs)
@@ -216,12 +223,14 @@ def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None)
     return Speculation(drafter, settings.max_draft_tokens, num_spares, model)
 
 
-def _fault(info: RunnerInfo, target: ModelRunner, head: HeadModel | BlockModel | None) -> str | None:
+def _fault(info: RunnerInfo, target: ModelRunner, head: _Head | None) -> str | None:
     """Why a model that can run cannot draft; None if it can."""
     if info.is_recurrent:
         return "it has recurrent state, which cannot be reset to the last correct draft"
     if isinstance(head, BlockModel):
         return None if info.level == Scope.NOTHING else "its attention cannot see both ways in a paged batch"
+    if isinstance(head, AssistantModel) and target.forward.level.scope is not Scope.NOTHING:
+        return "it reads K/V in place, and the model's code does not run in a paged batch"
     is_head = head is not None
     if is_head and info.level.startswith(Scope.MODEL):
         return "mlx-lm's code for it does not run in a paged batch"
@@ -232,8 +241,14 @@ def _fault(info: RunnerInfo, target: ModelRunner, head: HeadModel | BlockModel |
     return None
 
 
-def _feed(head: HeadModel | BlockModel, target: ModelRunner, num_requests: int) -> HeadFeed:
+def _feed(head: _Head, target: ModelRunner, num_requests: int) -> HeadFeed:
     body, make_rows = head.model, target.cache.backend.make_rows
+    if isinstance(head, AssistantModel):
+        for layer, num_query_heads in reads(target.cache, body):
+            layer.backend.warm_up(layer.spec, num_query_heads, sinks=None)
+        size, dtype = body.post_projection.weight.shape[0], body.norm.weight.dtype
+        states = HiddenStates(make_rows, num_requests, size, dtype, HELD_BY_ASSISTANTS)
+        return AssistantFeed(body, states, target)
     (size,), dtype = body.hidden_norm.weight.shape, body.hidden_norm.weight.dtype
     if isinstance(head, HeadModel):
         return HeadFeed(body.link, HiddenStates(make_rows, num_requests, size, dtype))

@@ -4,7 +4,7 @@ batch, and one pass of the sampler."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from mlx_server.outputs import (
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.runtime.attention.interface import IntArray
+from mlx_server.runtime.attention.interface import IntArray, StepPlan
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
@@ -268,6 +268,11 @@ class ModelRunner:
                 resumed.append((data.checkpoint, self._tables.state_slot(data.request_id)))
         if resumed:
             self.cache.resume_states(resumed)
+
+    def plans_at(self, positions: Mapping[str, int]) -> tuple[StepPlan, ...]:
+        """Plans for one row of each of these running requests, that sees what is stored up to a position."""
+        chunks = [ScheduledChunk(name, position, 1, None, (), False, 0) for name, position in positions.items()]
+        return tuple(self._tables.plan(chunks))
 
     def _copy_and_change(self, step: SchedulerOutput) -> _Copied:
         """Saves blocks, changes the pools, then loads blocks."""

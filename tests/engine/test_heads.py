@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching.speculation.draft_heads import HeadDrafts, _HeadFollower
+from mlx_server.batching.speculation.draft_heads import HeadDrafts, HeadFollower
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine import draft_parts
@@ -239,7 +239,7 @@ def test_of_a_long_prompt_the_head_goes_on_where_it_has_begun_before(
     begun: list[tuple[int, int]] = []
     begin = HeadDrafts._begin
 
-    def watched(self: HeadDrafts, request: Request, first_held: int) -> _HeadFollower | None:
+    def watched(self: HeadDrafts, request: Request, first_held: int) -> HeadFollower | None:
         follower = begin(self, request, first_held)
         assert follower is not None
         begun.append((follower.first, self._reached(follower)))

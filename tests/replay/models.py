@@ -10,8 +10,10 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_server.runtime.drafts.assistant import AssistantModel, build_assistant
 from mlx_server.runtime.drafts.heads import FAMILIES, HeadBody, HeadFiles, HeadModel, link_to, text_part
 from mlx_server.runtime.models.blueprint import build_blank
+from mlx_server.runtime.models.loader import LoadedModel
 
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072}
 
@@ -131,6 +133,31 @@ def build_head(config: dict[str, Any], model: nn.Module) -> HeadModel:
     head = HeadModel(body, make_prompt_cache(template), config["model_type"])
     head.set_dtype(mx.bfloat16)
     packed: HeadModel = _packed(head, 4)
+    return packed
+
+
+def build_assistant_of(config: dict[str, Any], model: nn.Module) -> AssistantModel:
+    """An assistant of `model` with the sizes of Google's for the small ones, built like `build(config)`."""
+    text = {
+        **config,
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "use_double_wide_mlp": False,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    }
+    described = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": config["hidden_size"],
+        "use_ordered_embeddings": True,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
+        "text_config": text,
+    }
+    assistant = build_assistant(described, LoadedModel("model", model, config, None))
+    assistant.set_dtype(mx.bfloat16)
+    packed: AssistantModel = _packed(assistant, None)
     return packed
 
 

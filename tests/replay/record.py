@@ -24,7 +24,7 @@ from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
-from mlx_server.runtime.drafts.runner import DraftingRunner, HeadFeed
+from mlx_server.runtime.drafts.runner import AssistantFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
@@ -103,14 +103,20 @@ def record_drafting(
     num_rounds: int = 2,
     num_blocks: int = 256,
 ) -> Graph:
-    """Like `record`, for a model with a draft model of `draft_config`, or with its own head if there is none: in each
-    round a burst of drafts, and the step that checks them."""
+    """Like `record`, for a model with a draft model of `draft_config`, or with its own head if there is none, or its
+    assistant if it is a Gemma 4: in each round a burst of drafts, and the step that checks them."""
     install_seam()
     with _kernel_names() as names:
         vocab_size = config["vocab_size"]
         target = _make_runner(models.build(config), vocab_size, num_blocks, None)
-        feed = None
-        if draft_config is None:
+        feed: HeadFeed | None = None
+        if config["model_type"] == "gemma4_text":
+            assistant = models.build_assistant_of(config, target.forward.model)
+            draft = _make_runner(assistant, vocab_size, num_blocks, None)
+            with _untried():
+                states = HiddenStates(target.cache.backend.make_rows, 4, config["hidden_size"], mx.bfloat16)
+            feed = AssistantFeed(assistant.model, states, target)
+        elif draft_config is None:
             head = models.build_head(config, target.forward.model)
             draft = _make_runner(head, vocab_size, num_blocks, None)
             with _untried():
@@ -120,7 +126,7 @@ def record_drafting(
             draft = _make_runner(models.build(draft_config), vocab_size, num_blocks, None)
         runner = DraftingRunner(target, draft, feed)
         with stand_ins.installed():
-            return _trace([target, draft], list(traffic.steps(num_rounds)), names, runner)
+            return _trace([target, draft], list(traffic.steps(num_rounds, len(target.cache.windows))), names, runner)
 
 
 def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | None) -> ModelRunner:

@@ -59,7 +59,8 @@ class Drafting:
     requests: tuple[int, ...] = (100, 700)
     depth: int = 4
 
-    def steps(self, num_rounds: int) -> Iterator[SchedulerOutput]:
+    def steps(self, num_rounds: int, num_groups: int = 1) -> Iterator[SchedulerOutput]:
+        """For a model whose layers are in so many groups."""
         starts = {str(number): start for number, start in enumerate(self.requests)}
         new = tuple(
             NewRequestData(name, (1,) * (start + 1), (), SamplingParams(), frozenset())
@@ -68,7 +69,11 @@ class Drafting:
         most = max(self.requests) + (num_rounds + 1) * (self.depth + 1)
         per_request = -(-most // BLOCK_SIZE)
         firsts = {name: 1 + number * per_request for number, name in enumerate(starts)}
-        blocks = {name: (tuple(range(first, first + per_request)),) for name, first in firsts.items()}
+        later = len(starts) * per_request
+        blocks = {
+            name: tuple(tuple(range(first + later * g, first + later * g + per_request)) for g in range(num_groups))
+            for name, first in firsts.items()
+        }
 
         def step(index: int, behind: int, count: int, *, is_new: bool, num_drafts: int = 0) -> SchedulerOutput:
             chunks = [

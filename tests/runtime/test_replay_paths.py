@@ -61,6 +61,13 @@ def test_bursts_of_a_models_own_head() -> None:
     assert found_pairs(graph) == []
 
 
+def test_bursts_of_an_assistant() -> None:
+    """It reads K/V that the step before it writes, and the step after it writes behind them."""
+    graph = record_drafting(config_of("gemma-4-e2b", 12), None, Drafting())
+    assert copied_updates(graph) == []
+    assert found_pairs(graph) == []
+
+
 def test_rows_that_are_read_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     read = RowsInPlace.read
 

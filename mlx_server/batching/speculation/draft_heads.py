@@ -50,20 +50,26 @@ class _AfterHidden(Request):
 
 
 @dataclass(slots=True, eq=False)
-class _HeadFollower(Follower):
+class HeadFollower(Follower):
     """Drafts were made from the head's own hidden states, which are worse than the model's. So what was fed is computed
     again with the model's."""
 
     first: int = 0
 
     @classmethod
-    def after(cls, request: Request, first: int, key: str) -> _HeadFollower:
+    def after(cls, request: Request, first: int, key: str) -> HeadFollower:
         """`request` from the hidden state of position `first` on. `key` names everything that this state depends on."""
         shadow = cls.shadow_of(request, _AfterHidden)
         assert isinstance(shadow, _AfterHidden)
         shadow.num_before = first + 1
         shadow.extra_keys = (key,)
         return cls(shadow, first=first)
+
+    def begin_at(self, first: int) -> None:
+        """Counts from the hidden state of position `first` on; what was computed is forgotten."""
+        assert isinstance(self.shadow, _AfterHidden)
+        if first != self.first:
+            self.first, self.shadow.num_before, self.shadow.num_computed_tokens = first, first + 1, 0
 
     def num_behind(self) -> int:
         self.fed = ()
@@ -127,7 +133,7 @@ class HeadDrafts(DraftModel):
 
     def _first_of(self, request_id: str) -> int:
         follower = self._followers[request_id]
-        assert isinstance(follower, _HeadFollower)
+        assert isinstance(follower, HeadFollower)
         return follower.first
 
     def _can_follow(self, request: Request) -> bool:
@@ -147,7 +153,7 @@ class HeadDrafts(DraftModel):
             self._followers[request_id] = follower
         return self._is_within(follower.shadow)
 
-    def _begin(self, request: Request, first_held: int) -> _HeadFollower | None:
+    def _begin(self, request: Request, first_held: int) -> HeadFollower | None:
         """A follower from an earlier `first`, if the head has its pairs up to the hidden states that are held,
         otherwise from the first block boundary that is held; None if there is none."""
         first = -(-first_held // BLOCK_SIZE) * BLOCK_SIZE
@@ -156,7 +162,7 @@ class HeadDrafts(DraftModel):
         for earlier in range(0, first, BLOCK_SIZE):
             key = _key(request, earlier)
             if key in self._starts:
-                follower = _HeadFollower.after(request, earlier, key)
+                follower = HeadFollower.after(request, earlier, key)
                 if self._reached(follower) >= first_held:
                     self._starts.move_to_end(key)
                     return follower
@@ -165,11 +171,11 @@ class HeadDrafts(DraftModel):
         self._starts.move_to_end(key)
         if len(self._starts) > _MAX_STARTS:
             self._starts.popitem(last=False)
-        return _HeadFollower.after(request, first, key)
+        return HeadFollower.after(request, first, key)
 
     def _reached(self, follower: Follower) -> int:
         """The position of the request from which on the head needs hidden states."""
-        assert isinstance(follower, _HeadFollower)
+        assert isinstance(follower, HeadFollower)
         shadow = follower.shadow
         if self.blocks.holds(shadow, 1):
             return follower.first + shadow.num_computed_tokens

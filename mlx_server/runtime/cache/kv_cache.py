@@ -109,6 +109,13 @@ class PagedLayerCache(AttendsItself):
             sinks=sinks,
         )
 
+    def lend(self) -> tuple[mx.array, mx.array]:
+        """For a layer of another model that reads what is stored, and writes nothing, between `begin` and `end`: what
+        it gives to its attention function as keys and values."""
+        self._is_written = True
+        self.keys = self.values = mx.zeros(0)
+        return self.keys, self.values
+
     @property
     def backend(self) -> AttentionBackend:
         return self.pool.backend

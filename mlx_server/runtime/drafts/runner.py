@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime.attention.interface import IntArray
+from mlx_server.runtime.drafts.assistant import AssistantBody, LentCache
 from mlx_server.runtime.drafts.block_drafter import BlockBody, BlockRows
 from mlx_server.runtime.drafts.heads import HeadLink
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
@@ -94,6 +95,29 @@ class HeadFeed:
     def sampler(self, vocab_size: int, entropy: bytes) -> DraftSampler:
         """What the drafter's tokens are sampled with, for a model with this vocabulary and noise."""
         return DraftSampler(vocab_size, entropy)
+
+
+class AssistantFeed(HeadFeed):
+    """Gives an assistant hidden states and the K/V of the model that `target` runs."""
+
+    def __init__(self, body: AssistantBody, states: HiddenStates, target: ModelRunner) -> None:
+        super().__init__(body.link, states)
+        self._body = body
+        self._target = target
+        self._seen: dict[str, int] = {}
+
+    def give(self, chunks: Sequence[ScheduledChunk], *, is_first: bool) -> IntArray | None:
+        super().give(chunks, is_first=is_first)
+        if is_first:
+            self._seen = {chunk.request_id: chunk.hidden_offset + chunk.start for chunk in chunks}
+        seen = {chunk.request_id: self._seen[chunk.request_id] for chunk in chunks}
+        positions = mx.array([position + 1 for position in seen.values()])
+        self._body.link.lent = LentCache(self._target.cache, self._target.plans_at(seen), positions)
+        return None
+
+    def end(self) -> None:
+        super().end()
+        self._body.link.lent = None
 
 
 class BlockFeed(HeadFeed):

@@ -25,7 +25,7 @@ from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, TEXT_ONLY, not_served
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
-from mlx_server.runtime.models.folder import is_block_drafter, read_headers, read_model_json
+from mlx_server.runtime.models.folder import only_drafts, read_headers, read_model_json
 from mlx_server.runtime.models.vision_towers import TOWER_FAMILIES, tower_classes
 from mlx_server.runtime.vision import ReadsImages
 
@@ -53,7 +53,7 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration has no model_type; add it to config.json.")
-    if is_block_drafter(config):
+    if only_drafts(config):
         raise ModelLoadError("It only drafts for another model: name that one, and this with --draft-model.")
     if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")

@@ -112,14 +112,23 @@ _OTHER_WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 def missing_parts(folder: Path) -> list[str]:
     """What is missing before `folder` can be loaded, in words for the user; empty if it is complete."""
     faults = _config_faults(folder)
-    needs_tokenizer = bool(faults) or not is_block_drafter(read_model_json(folder / "config.json"))
+    needs_tokenizer = bool(faults) or not only_drafts(read_model_json(folder / "config.json"))
     return [*faults, *_weight_faults(folder), *(_tokenizer_faults(folder) if needs_tokenizer else ())]
 
 
 def is_block_drafter(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model that only drafts for another one (`drafts/block_drafter.py`), with that one's
-    tokenizer."""
+    """Whether a config.json is of a block drafter (`drafts/block_drafter.py`)."""
     return isinstance(config.get("dflash_config"), dict)
+
+
+def is_assistant(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a Gemma 4 model's assistant (`drafts/assistant.py`)."""
+    return config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def only_drafts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model that only drafts for another one, with that one's tokenizer."""
+    return is_block_drafter(config) or is_assistant(config)
 
 
 def _config_faults(folder: Path) -> list[str]:

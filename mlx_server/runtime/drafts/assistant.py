@@ -1,0 +1,241 @@
+"""Assistants: small models trained to draft for one Gemma 4 model, whose K and V they read (Gemma 4's multi-token
+prediction).
+
+An assistant keeps nothing of a request. All its layers attend to K/V that the model has stored: of its last layer with
+full attention, and of its last layer with a window. Its input is the embedding of the last known token and the model's
+hidden state of the token before it; for further drafts, its own drafts and hidden states. The position stays that of
+the last known token.
+
+    tokens 0 to 40 are known; the model has computed 0 to 39
+    K/V       positions 0 to 39, in the model's blocks
+    input     token 40 and the hidden state of 39, at position 40     gives draft 41
+              draft 41 and the assistant's hidden state, at 40        gives draft 42
+
+Some assistants score only the tokens of the likeliest clusters (`ClusteredHead`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gemma4_text
+
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.attention.cache_views import StepMask
+from mlx_server.runtime.attention.interface import StepPlan
+from mlx_server.runtime.attention.seam import caches_in_use
+from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, quantize_as_stored, text_part
+from mlx_server.runtime.models.folder import read_model_json
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class LentCache:
+    """The model's caches for one step of its assistant. Each row sees what `plans` say; it stands at `positions` `[T]`,
+    one after that."""
+
+    cache: PagedKVCache
+    plans: tuple[StepPlan, ...]
+    positions: mx.array
+
+
+@dataclass(slots=True)
+class AssistantLink(HeadLink):
+    """What an assistant shares with its model. `lent` is set for each step; without it, rows attend to nothing.
+    Embeddings are multiplied by `scale`. `lenders` are the places of the layers that are read, by the type of layer."""
+
+    scale: float = 1.0
+    lenders: Mapping[str, int] | None = None
+    lent: LentCache | None = None
+
+
+class ClusteredHead(nn.Module):  # type: ignore[misc]
+    """Scores the tokens of the `top_k` likeliest clusters; all clusters have equally many tokens."""
+
+    def __init__(self, size: int, vocab_size: int, num_centroids: int, top_k: int) -> None:
+        super().__init__()
+        self.centroids = nn.Linear(size, num_centroids, bias=False)
+        self.token_ordering = mx.zeros((vocab_size,), dtype=mx.int32)
+        self._top_k = top_k
+
+    def __call__(self, hidden: mx.array, embedding: nn.Embedding) -> mx.array:
+        """Logits `[..., V]` for hidden states `[..., D]`; those of all other tokens are less than any of these."""
+        scores = self.centroids(hidden)
+        chosen = mx.argpartition(scores, -self._top_k, axis=-1)[..., -self._top_k :]
+        clusters = self.token_ordering.reshape(scores.shape[-1], -1)
+        tokens = clusters[chosen].flatten(-2)
+        logits = (embedding(tokens) @ hidden[..., None])[..., 0]
+        others = mx.broadcast_to(logits.min(axis=-1, keepdims=True) - 1, (*hidden.shape[:-1], self.token_ordering.size))
+        return mx.put_along_axis(others, tokens, logits, axis=-1)
+
+
+class AssistantBody(nn.Module):  # type: ignore[misc]
+    """An assistant before its output matrix."""
+
+    def __init__(self, shape: gemma4_text.ModelArgs, size: int, link: AssistantLink) -> None:
+        """`size` is that of the model's hidden states."""
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.pre_projection = nn.Linear(2 * size, shape.hidden_size, bias=False)
+        self.layers = [gemma4_text.DecoderLayer(shape, index) for index in range(shape.num_hidden_layers)]
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_projection = nn.Linear(shape.hidden_size, size, bias=False)
+        self.window = shape.sliding_window
+        self.link = link
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        """Hidden states `[T, 1, D]` for ids `[T, 1]`; `cache` is empty."""
+        link = self.link
+        embedded = link.embed(ids) * link.scale
+        given = embedded if link.given is None else link.given.reshape(embedded.shape)
+        x = self.pre_projection(mx.concatenate([embedded, given], axis=-1))
+        x = self._attend_to_nothing(x) if link.lent is None else self._attend(x, link.lent)
+        hidden: mx.array = self.norm(x)
+        if link.given is not None:
+            link.carried = self.post_projection(hidden).reshape(-1, embedded.shape[-1])
+        return hidden
+
+    def _attend(self, x: mx.array, lent: LentCache) -> mx.array:
+        lenders, mask = self.link.lenders, StepMask(self.window - 1, False)
+        assert lenders is not None
+        lent.cache.begin(lent.plans)
+        token = caches_in_use.set(lent.cache.paged)
+        try:
+            stored = {kind: lent.cache.paged[place].lend() for kind, place in lenders.items()}
+            for layer in self.layers:
+                kind = layer.layer_type
+                own_mask = mask if kind == _SLIDING else None
+                x, *_ = layer(x, own_mask, shared_kv=stored[kind], offset=lent.positions)
+            return x
+        finally:
+            caches_in_use.reset(token)
+            lent.cache.end()
+
+    def _attend_to_nothing(self, x: mx.array) -> mx.array:
+        for layer in self.layers:
+            attention = layer.self_attn
+            nothing = mx.zeros((x.shape[0], attention.n_kv_heads, 1, attention.head_dim), x.dtype)
+            x, *_ = layer(x, shared_kv=(nothing, nothing), offset=0)
+        return x
+
+
+class AssistantModel(nn.Module):  # type: ignore[misc]
+    """An assistant with the interface of mlx-lm's models, for a `ModelRunner` of its own that keeps no K/V."""
+
+    def __init__(self, body: AssistantBody, model_type: str) -> None:
+        super().__init__()
+        self.model = body
+        self.model_type = model_type
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden, body = self.model(inputs, cache), self["model"]
+        if "masked_embedding" in body:
+            clustered: mx.array = body.masked_embedding(hidden, body.embed_tokens)
+            return clustered
+        logits: mx.array = body.lm_head(hidden) if "lm_head" in body else body.embed_tokens.as_linear(hidden)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.model.layers
+        return layers
+
+    def make_cache(self) -> list[Any]:
+        return []
+
+
+def load_assistant(name: str, folder: Path, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:
+    """Loads the assistant in `folder` for its `target` model. MLX thread. Raises `ModelLoadError`."""
+    config = read_model_json(folder / "config.json")
+    try:
+        model = _build(folder, config, target)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # missing weights, or a model of other code
+        reason = f"its config.json has no {error.args[0]}" if isinstance(error, KeyError) else error
+        raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {reason}.") from error
+    yield 0.0
+    yield from prepare_weights(model, dtype)
+    text = {**config["text_config"], "vocab_size": target.vocab_size}
+    return LoadedModel(name, model, {**text, "model_type": config["model_type"]}, None)
+
+
+def build_assistant(config: Mapping[str, Any], target: LoadedModel) -> AssistantModel:
+    """The assistant that a config.json describes, linked to `target`, with mlx-lm's own initial weights, which are
+    lazy. Raises `LookupError`, `TypeError` or `ValueError` for a configuration of another kind or for another model."""
+    text = dict(config["text_config"])
+    text |= {"num_kv_shared_layers": text["num_hidden_layers"], "hidden_size_per_layer_input": 0}
+    shape = gemma4_text.ModelArgs.from_dict(text)
+    if len(shape.layer_types) != shape.num_hidden_layers:
+        raise ValueError(f"its layer_types has {len(shape.layer_types)} entries for {shape.num_hidden_layers} layers")
+    owner = text_part(target.model)
+    own = link_to(owner)
+    scale = float(getattr(owner[body_name(owner)], "embed_scale", 1.0))
+    link = AssistantLink(own.embed, own.output, own.last_norm, scale=scale, lenders=_lenders(shape, target))
+    body = AssistantBody(shape, int(config["backbone_hidden_size"]), link)
+    _check_fit(shape, body, target)
+    if config.get("use_ordered_embeddings"):
+        sizes = int(config["num_centroids"]), int(config["centroid_intermediate_top_k"])
+        body.masked_embedding = ClusteredHead(shape.hidden_size, shape.vocab_size, *sizes)
+    if not config.get("tie_word_embeddings", True):
+        body.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+    return AssistantModel(body, str(config["model_type"]))
+
+
+def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> AssistantModel:
+    model = build_assistant(config, target)
+    body = model.model
+    weights: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        arrays = cast("dict[str, mx.array]", mx.load(str(path)))
+        weights |= {name.removeprefix("model."): array for name, array in arrays.items()}
+    if "masked_embedding" in body:
+        weights["masked_embedding.token_ordering"] = weights["masked_embedding.token_ordering"].astype(mx.int32)
+    if "lm_head" not in body:
+        weights = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
+    quantize_as_stored(model, config.get("quantization"), weights)
+    body.load_weights(list(weights.items()))
+    if is_gpu():
+        model.set_dtype(body.link.last_norm().weight.dtype)
+    return cast(AssistantModel, model.eval())
+
+
+def _lenders(shape: gemma4_text.ModelArgs, target: LoadedModel) -> dict[str, int]:
+    """The places of the model's last layers that store K/V, by type. Raises `ValueError` for types that it lacks."""
+    num_stored = len(target.model.make_cache())
+    types = [getattr(layer, "layer_type", None) for layer in layers_of(target.model)[:num_stored]]
+    lenders = {kind: len(types) - 1 - types[::-1].index(kind) for kind in (_FULL, _SLIDING) if kind in types}
+    missing = {*shape.layer_types} - {*lenders}
+    if missing:
+        raise ValueError(f"it reads layers of the types {sorted(missing)}, which the model does not have")
+    return lenders
+
+
+def _check_fit(shape: gemma4_text.ModelArgs, body: AssistantBody, target: LoadedModel) -> None:
+    """Raises `ValueError` unless the assistant was made for a model of these sizes."""
+    sizes = {
+        "backbone_hidden_size": (body.post_projection.weight.shape[0], target.setting("hidden_size")),
+        "vocab_size": (shape.vocab_size, target.vocab_size),
+    }
+    layers, lenders = layers_of(target.model), body.link.lenders or {}
+    for layer in body.layers:
+        lender = layers[lenders[layer.layer_type]].self_attn
+        sizes[f"head_dim of {layer.layer_type}"] = layer.self_attn.head_dim, lender.head_dim
+        num_heads, num_stored = layer.self_attn.n_heads, lender.n_kv_heads
+        if num_heads % num_stored:
+            raise ValueError(f"its {num_heads} heads cannot share the model's {num_stored}")
+    for name, (wanted, found) in sizes.items():
+        if wanted != found:
+            raise ValueError(f"its {name} is {wanted}, the model has {found}; take the assistant made for this model")
+
+
+def reads(cache: PagedKVCache, body: AssistantBody) -> list[tuple[PagedLayerCache, int]]:
+    """The layers whose K/V the assistant reads, and with how many query heads."""
+    lenders = body.link.lenders or {}
+    return [(cache.paged[lenders[layer.layer_type]], layer.self_attn.n_heads) for layer in body.layers]

@@ -1,0 +1,112 @@
+"""Folders of tiny assistants of Gemma 4 models, in the form of their checkpoints, and drafts by mlx-vlm's code for
+them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_vlm.models.gemma4.language import LanguageModel
+from mlx_vlm.speculative.drafters.gemma4_assistant import Model, ModelConfig
+
+from mlx_server.runtime.models.random_models import build_random
+from tests.tiny_models import byte_tokenizer, save_model_folder
+from tests.vision_worlds import CONFIGS
+
+WINDOW = 24
+TARGETS: dict[str, dict[str, Any]] = {
+    name: {key: value for key, value in CONFIGS[name].items() if key != "vision_config"} | {"model_type": "gemma4"}
+    for name in ("gemma4", "gemma4_moe")
+}
+"""One whose last layers share K/V and that has inputs per layer, and one with experts and equal K and V."""
+
+
+def assistant_config(target: dict[str, Any], *, is_clustered: bool = False) -> dict[str, Any]:
+    text = target["text_config"]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": text["hidden_size"],
+        "use_ordered_embeddings": is_clustered,
+        "num_centroids": 20,
+        "centroid_intermediate_top_k": 4,
+        "tie_word_embeddings": True,
+        "text_config": {
+            **text,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": len(kinds),
+            "num_attention_heads": 4,
+            "num_kv_shared_layers": len(kinds),
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+            "layer_types": kinds,
+        },
+    }
+
+
+def their_assistant(config: dict[str, Any], seed: int = 3) -> Any:
+    """mlx-vlm's assistant with random weights."""
+    model = Model(ModelConfig.from_dict(config))
+    keys = iter(mx.random.split(mx.random.key(seed), 200))
+    weights = {
+        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
+        if array.ndim == 1
+        else 0.15 * mx.random.normal(array.shape, key=key)
+        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
+    }
+    if config["use_ordered_embeddings"]:
+        order = np.random.default_rng(seed).permutation(config["text_config"]["vocab_size"])
+        weights["masked_embedding.token_ordering"] = mx.array(order.astype(np.int32))
+    model.load_weights(list(weights.items()))
+    return model
+
+
+def save_assistant(path: Path, config: dict[str, Any], model: Any) -> str:
+    """The folder of an assistant, without a tokenizer."""
+    path.mkdir(exist_ok=True)
+    weights = dict(tree_flatten(model.parameters()))
+    if "masked_embedding.token_ordering" in weights:
+        weights["masked_embedding.token_ordering"] = weights["masked_embedding.token_ordering"].astype(mx.int64)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def folders(path: Path, kind: str, *, is_clustered: bool = False) -> tuple[str, str]:
+    """A random model and a random assistant for it."""
+    config = TARGETS[kind]
+    path.mkdir(exist_ok=True)
+    model = save_model_folder(build_random(config, 7), config, path / "model", byte_tokenizer())
+    own = assistant_config(config, is_clustered=is_clustered)
+    return str(model), save_assistant(path / "assistant", own, their_assistant(own))
+
+
+def their_drafts(kind: str, token_ids: Sequence[int], count: int, *, is_clustered: bool = False) -> list[int]:
+    """What mlx-vlm's assistant drafts after `token_ids`, of which its model has computed all but the last."""
+    config = TARGETS[kind]
+    model = build_random(config, 7).language_model
+    text = vlm_text_config(config)
+    target = LanguageModel(text)
+    target.load_weights(tree_flatten(model.parameters()))
+    made = target(mx.array([token_ids[:-1]]), return_hidden=True, return_shared_kv=True)
+    drafter = their_assistant(assistant_config(config, is_clustered=is_clustered))
+    drafter.reset(target)
+    drafter.set_shared_kv(made.shared_kv_states, len(token_ids) - 1)
+    hidden = target.speculative_draft_hidden(made.hidden_states[-1][:, -1:])
+    drafts = drafter.draft_block(token_ids[-1], hidden, [], count + 1, lambda logits: mx.argmax(logits, axis=-1))
+    found: list[int] = drafts[0].tolist()
+    return found
+
+
+def vlm_text_config(config: dict[str, Any]) -> Any:
+    from mlx_vlm.models.gemma4.config import TextConfig
+
+    return TextConfig.from_dict(config["text_config"])

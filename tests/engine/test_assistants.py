@@ -1,0 +1,226 @@
+"""Assistants of Gemma 4 models as drafters, over the whole engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from mlx_server import LLM, SamplingParams
+from mlx_server.batching.speculation.draft_assistant import AssistantDrafts
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.parts import GivenModels
+from mlx_server.engine.request_stream import GenerationRequest
+from mlx_server.errors import ModelLoadError
+from mlx_server.outputs import HELD_BY_ASSISTANTS, EngineStats, ModelRunnerOutput
+from mlx_server.runtime.drafts.assistant import AssistantBody, load_assistant
+from mlx_server.runtime.models.loader import exhaust
+from tests.assistants import TARGETS, assistant_config, folders, save_assistant, their_assistant, their_drafts
+from tests.device_memory import active_bytes
+from tests.engine_worlds import random_prompts
+from tests.vision_worlds import CONFIGS, evaluate_constants, picture, prompt_of, tiny_vlm
+
+_PROMPTS = random_prompts((30, 66, 5, 20))
+_LIKELY = {5: 30.0, 6: 30.0}
+"""Of two tokens a random assistant is right about half the time."""
+
+_SAMPLING = (
+    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
+)
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("is_clustered", [False, True])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_drafts_are_those_of_mlx_vlm(
+    kind: str, is_clustered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step of several requests at a time, whatever was right before, and also where some draft less, because
+    they end soon; beyond the window, and prompts of several chunks."""
+    drafts: list[tuple[list[int], tuple[int, ...]]] = []
+    take = AssistantDrafts.take
+
+    def watched(self: AssistantDrafts, output: ModelRunnerOutput) -> None:
+        take(self, output)
+        for name in output.drafts:
+            shadow = self._followers[name].shadow
+            drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
+
+    monkeypatch.setattr(AssistantDrafts, "take", watched)
+    target, assistant = folders(tmp_path / "a", kind, is_clustered=is_clustered)
+    sampling = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (7, 20, 13, 20)]
+    with LLM(
+        target,
+        speculate="model",
+        draft_model=assistant,
+        max_model_len=256,
+        max_draft_tokens=5,
+        max_num_batched_tokens=64,
+    ) as llm:
+        llm.generate(_PROMPTS, sampling, use_tqdm=False)
+    assert len(drafts) > 20
+    assert {len(ours) for _, ours in drafts} >= {2, 5}
+    for token_ids, ours in drafts:
+        theirs = their_drafts(kind, token_ids, len(ours), is_clustered=is_clustered)
+        assert list(ours) == theirs, len(token_ids)
+
+
+def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
+    """Of two rounds, of which the second finds the first one's prefixes."""
+    with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
+        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
+        llm.engine.scheduler.check_integrity()
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        return done, stats
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("kind", TARGETS)
+def test_random_assistants_change_no_answer(kind: str, tmp_path: Path) -> None:
+    """Greedy and at 0.7, with penalties, beside one that does not draft, with prefix hits and preemptions."""
+    target, assistant = folders(tmp_path / "a", kind)
+    before = active_bytes()
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=assistant)
+    assert active_bytes() <= before
+    assert drafted == plain
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_preemptions > 0
+    beside_lookups, _ = _answers(target, speculate="auto", draft_model=assistant)
+    assert beside_lookups == plain
+
+
+def _change(folder: str, **changes: Any) -> None:
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        (config if name in config else config["text_config"])[name] = value
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"backbone_hidden_size": 96}, "its backbone_hidden_size is 96, the model has 64; take the assistant made for"),
+        ({"vocab_size": 400}, "its vocab_size is 400, the model has 320"),
+        ({"head_dim": 32}, "its head_dim of sliding_attention is 32, the model has 16"),
+        ({"num_attention_heads": 3}, "its 3 heads cannot share the model's 2"),
+        ({"layer_types": ["linear"] * 3}, "it reads layers of the types"),
+        ({"num_hidden_layers": 4}, "its layer_types has 3 entries for 4 layers"),
+        ({"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, "Cannot load .* to draft for"),
+    ],
+)
+def test_an_assistant_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    target, assistant = folders(tmp_path / "a", "gemma4")
+    _change(assistant, **changes)
+    with pytest.raises(ModelLoadError, match=reason):
+        LLM(target, speculate="model", draft_model=assistant, max_model_len=128)
+
+
+def test_an_assistant_is_no_model(tmp_path: Path) -> None:
+    _, assistant = folders(tmp_path / "a", "gemma4")
+    with pytest.raises(ModelLoadError, match="It only drafts for another model: name that one, and this with"):
+        LLM(assistant)
+
+
+def test_its_memory_is_estimated_with_the_states_that_are_kept(tmp_path: Path) -> None:
+    target, assistant = folders(tmp_path / "a", "gemma4")
+    scheduler = SchedulerConfig(speculate="model", max_num_seqs=4)
+    alone = estimate_need(Config(model=ModelConfig(model=target), scheduler=SchedulerConfig(speculate="off")))
+    both = estimate_need(Config(model=ModelConfig(model=target, draft_model=assistant), scheduler=scheduler))
+    with LLM(target, speculate="model", draft_model=assistant, max_model_len=128, max_num_seqs=4) as llm:
+        assert llm.engine._parts is not None
+        draft = llm.engine._parts.draft
+        assert draft is not None
+        assert draft.state_bytes == 4 * HELD_BY_ASSISTANTS * 64 * 4
+        assert both.kv_bytes - alone.kv_bytes == draft.state_bytes
+        assert draft.kv_bytes - draft.state_bytes < 4096, "its blocks take no memory"
+        assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("kind", TARGETS)
+async def test_an_assistant_drafts_behind_images(kind: str, tmp_path: Path) -> None:
+    vlm = tiny_vlm(kind)
+    own = assistant_config({"text_config": CONFIGS[kind]["text_config"]}) | {"model_type": "gemma4_unified_assistant"}
+    folder = Path(save_assistant(tmp_path / "assistant", own, their_assistant(own)))
+    loaded = exhaust(load_assistant("assistant", folder, vlm.loaded, "auto"))
+    evaluate_constants(loaded.model)
+    given = GivenModels(vlm.loaded, loaded)
+    prompts = [
+        prompt_of([range(5, 15), picture(kind, 1), range(40, 60)]),
+        prompt_of([range(5, 9), picture(kind, 2), range(30, 40), picture(kind, 1), range(40, 60)]),
+        prompt_of([range(1, 50)]),
+    ]
+    likely = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY)
+    answers = []
+    for speculate in ("off", "model"):
+        settings = Config(
+            model=ModelConfig(model="tiny", max_model_len=512, draft_model="assistant"),
+            cache=CacheConfig(num_kv_blocks=64),
+            scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, speculate=speculate),
+        )
+        engine = AsyncEngine(settings, given=given)
+        await engine.start()
+        try:
+            asked = [
+                GenerationRequest(request_id=f"r{n}", prompt_token_ids=ids, images=images, sampling=likely)
+                for n, (ids, images) in enumerate(prompts)
+            ]
+            streams = [engine.submit(one) for one in asked]
+            answers.append([[token async for delta in stream for token in delta.token_ids] for stream in streams])
+            stats = engine.stats()
+        finally:
+            await engine.stop()
+    assert answers[0] == answers[1]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("is_clustered", [False, True])
+def test_a_quantized_assistant_drafts(is_clustered: bool, tmp_path: Path) -> None:
+    target, assistant = folders(tmp_path / "a", "gemma4", is_clustered=is_clustered)
+    config = json.loads((Path(assistant) / "config.json").read_text())
+    model = their_assistant(config)
+    nn.quantize(
+        model,
+        group_size=32,
+        bits=4,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )
+    save_assistant(Path(assistant), {**config, "quantization": {"group_size": 32, "bits": 4}}, model)
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=assistant)
+    assert drafted == plain
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_a_failed_assistant_ends_drafting_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, assistant = folders(tmp_path / "a", "gemma4")
+    sampling = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    with LLM(target, speculate="off", max_model_len=128) as llm:
+        wanted = [one.token_ids for one in llm.generate(_PROMPTS, sampling, use_tqdm=False)]
+    attend, calls = AssistantBody._attend, 0
+
+    def failing(self: AssistantBody, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("no kernel")
+        return attend(self, *args)
+
+    monkeypatch.setattr(AssistantBody, "_attend", failing)
+    with LLM(target, speculate="model", draft_model=assistant, max_model_len=128) as llm:
+        assert [one.token_ids for one in llm.generate(_PROMPTS, sampling, use_tqdm=False)] == wanted
+        assert llm.stats().num_draft_errors == 1
+    assert calls == 5
