@@ -106,6 +106,28 @@ def their_drafts(kind: str, token_ids: Sequence[int], count: int, *, is_clustere
     return found
 
 
+def simple_folders(path: Path, **sizes: Any) -> tuple[str, str]:
+    """A model that always gives the same token, and an assistant that knows it: layers add nothing to embeddings, of
+    which all but that of token 0 are equal, and smaller. `sizes` are changes of the text part's configuration."""
+    config = {**TARGETS["gemma4_moe"], **{name: sizes[name] for name in ("vocab_size",) if name in sizes}}
+    config["text_config"] = {**config["text_config"], "enable_moe_block": False, **sizes}
+    own = assistant_config(config)
+    model, assistant = build_random(config, 7), their_assistant(own)
+    for one in (model, assistant):
+        weights = {}
+        for name, array in tree_flatten(one.parameters()):
+            if name.endswith("embed_tokens.weight"):
+                weights[name] = mx.where(mx.arange(array.shape[0])[:, None] == 0, 0.02, mx.full(array.shape, 0.01))
+            elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                weights[name] = mx.zeros_like(array)
+            elif name.endswith(("norm.weight", "projection.weight", "layer_scalar")):
+                weights[name] = mx.ones_like(array)
+        one.load_weights(list(weights.items()), strict=False)
+    path.mkdir(exist_ok=True)
+    target = save_model_folder(model, config, path / "model", byte_tokenizer())
+    return str(target), save_assistant(path / "assistant", own, assistant)
+
+
 def vlm_text_config(config: dict[str, Any]) -> Any:
     from mlx_vlm.models.gemma4.config import TextConfig
 

@@ -20,7 +20,15 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_BY_ASSISTANTS, EngineStats, ModelRunnerOutput
 from mlx_server.runtime.drafts.assistant import AssistantBody, load_assistant
 from mlx_server.runtime.models.loader import exhaust
-from tests.assistants import TARGETS, assistant_config, folders, save_assistant, their_assistant, their_drafts
+from tests.assistants import (
+    TARGETS,
+    assistant_config,
+    folders,
+    save_assistant,
+    simple_folders,
+    their_assistant,
+    their_drafts,
+)
 from tests.device_memory import active_bytes
 from tests.engine_worlds import random_prompts
 from tests.vision_worlds import CONFIGS, evaluate_constants, picture, prompt_of, tiny_vlm
@@ -97,6 +105,20 @@ def test_random_assistants_change_no_answer(kind: str, tmp_path: Path) -> None:
     assert stats.num_preemptions > 0
     beside_lookups, _ = _answers(target, speculate="auto", draft_model=assistant)
     assert beside_lookups == plain
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_an_assistant_that_is_right_saves_calls_of_the_model(tmp_path: Path) -> None:
+    target, assistant = simple_folders(tmp_path / "a")
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    calls = []
+    for settings in ({"speculate": "off"}, {"speculate": "model", "draft_model": assistant, "max_draft_tokens": 9}):
+        with LLM(target, max_model_len=128, **settings) as llm:
+            (one,) = llm.generate(_PROMPTS[:1], sampling, use_tqdm=False)
+            assert one.token_ids == (0,) * 60
+            calls.append(llm.stats().num_model_calls)
+    assert calls[0] == 60
+    assert calls[1] <= 2 + -(-58 // 10), "of ten tokens each, after the first two"
 
 
 def _change(folder: str, **changes: Any) -> None:
