@@ -10,6 +10,7 @@ from typing import Literal
 from mlx_server.engine.text.detokenizer import StringScanner, without_cut_marker
 from mlx_server.engine.text.reasoning import HARMONY, Dialect, ReasoningMarkers
 from mlx_server.engine.tools.formats import FORMATS, Tool, ToolParser
+from mlx_server.engine.tools.untagged import JsonObjectCursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class HarmonySplitter:
         <|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}
 
     A message to a function, by its full name or that of one of `tools`, is a call, on any channel: it becomes content
-    in the form that `parser` reads. Other messages on the channel `analysis` are reasoning; the rest is content.
+    in the form that `parser` reads; the format's tokens are text in its JSON object, which may spell them in letters.
+    Other messages on the channel `analysis` are reasoning; the rest is content.
     Messages of the same kind are joined by line breaks. Text without a header is content, and a header without a
     message is dropped. With `tools` None no message is a call.
     """
@@ -120,6 +122,7 @@ class HarmonySplitter:
         self._tokens = StringScanner(HARMONY.dropped)
         self._header: str | None = None if is_open else ""  # None inside a message
         self._kind: Literal["reasoning", "content", "call"] = "reasoning"
+        self._arguments: JsonObjectCursor | None = None  # until a call's object ends
         self._separator = ""
         self._written: set[str] = set()  # the kinds of which there was text
         self._reasoning: list[str] = []
@@ -155,6 +158,8 @@ class HarmonySplitter:
 
     def _read(self, text: str) -> None:
         if self._header is None:
+            if text and self._arguments is not None and self._arguments.feed(text)[1] is not None:
+                self._arguments = None
             self._write(text)
             return
         self._header += text
@@ -162,7 +167,9 @@ class HarmonySplitter:
             self._begin("content", self._header)
 
     def _mark(self, token: str) -> None:
-        if token == "<|message|>":
+        if self._arguments is not None and self._arguments.is_inside:
+            self._read(token)
+        elif token == "<|message|>":
             if self._header is not None:
                 self._open(self._header)
         elif token in ("<|channel|>", "<|constrain|>") and self._header is not None:
@@ -170,6 +177,7 @@ class HarmonySplitter:
         elif token != "<|constrain|>":  # models also forget the token that ends a message
             if self._header is None and self._kind == "call":
                 self._write(self._call_end)
+                self._arguments = None
             self._header = token if token in ("<|start|>", "<|channel|>") else ""
 
     def _open(self, header: str) -> None:
@@ -177,6 +185,7 @@ class HarmonySplitter:
         to = _RECIPIENT.search(header)
         if self._functions is not None and to is not None and (to["scope"] or to["name"] in self._functions):
             self._begin("call", self._call_start.format(name=to["name"]))
+            self._arguments = JsonObjectCursor()
         else:
             self._begin("reasoning" if _ANALYSIS.search(header) else "content", "")
 

@@ -26,6 +26,11 @@ class JsonObjectCursor:
         self._in_string = False
         self._is_escaped = False
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text so far ends inside the object."""
+        return self._depth > 0
+
     def feed(self, text: str) -> tuple[str, str | None]:
         """Takes more text, which is not empty: its part of the object, and what follows the object's end, None before
         that. Line breaks and other control characters in strings, which models forget to escape, come escaped."""

@@ -132,6 +132,15 @@ HARMONY_CASES = [
         f"{NEXT} to=g<|message|>{{}} and more<|end|>{NEXT}<|channel|>final<|message|>So.",
         ("Hm.", "I look.\nSo.", [CALL, ("g", "{}")]),
     ),
+    # Arguments that spell the format's tokens.
+    *(
+        (f"{HM}{NEXT} to=f<|message|>{arguments}<|end|>{NEXT}<|channel|>final<|message|>So.", ("Hm.", "So.", [call]))
+        for arguments, call in (
+            ('{"a": "x<|end|>y"}', ("f", '{"a": "x<|end|>y"}')),
+            ('{"a": "\\"<|call|>", "b<|channel|>": {}}', ("f", '{"a": "\\"<|call|>", "b<|channel|>": {}}')),
+            ('{"<|start|>": "<|message|><|constrain|>"} "', ("f", '{"<|start|>": "<|message|><|constrain|>"}')),
+        )
+    ),
     # To whom there is no function.
     ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
     ("<|channel|>commentary to=functions. json<|message|>{}", ("", "{}", [])),
