@@ -170,43 +170,41 @@ async def make_draft(
         raise _refused(loaded.name, target, sizes)
     room = PoolRoom(max_num_tokens, share.kv_limit_bytes, share.kv_room_bytes)
     runner, info = await run(make_model_runner(config, loaded, room))
-    fault, feed = _fault(info, target_runner, head), None
     try:
-        if fault is not None:
+        if (fault := _fault(info, target_runner, head)) is not None:
             raise _refused(loaded.name, target, fault)
-        if head is not None:
-            feed = await run(_at_once(partial(_feed, head, target_runner, target_info.max_num_seqs)))
+        memory = _SpareKvMemory(share, info.block_bytes, time.monotonic)
+        blocks = PagedBlockManager(
+            info.num_blocks,
+            LayerGroups(info.windows, largest_chunk + 2 * BLOCK_SIZE),
+            max_blocks=info.max_blocks,
+            supply=memory,
+            model_key=loaded.name,
+            enable_prefix_caching=config.cache.prefix_caching,
+        )
+        kind: Callable[..., DraftModel] = DraftModel if head is None else HeadDrafts
+        if isinstance(head, AssistantModel):
+            kind = AssistantDrafts
+        if isinstance(head, BlockModel):
+            shape = head.model.shape
+            most = num_with_features(target_info.max_num_seqs)
+            kind = partial(BlockDrafts, block_size=shape.block_size, mask_token_id=shape.mask_token_id, max_held=most)
+        model = kind(
+            blocks,
+            vocab_size=min(loaded.vocab_size, target.vocab_size),
+            max_tokens=loaded.max_model_len,
+            doubling_tokens=info.context_doubling_tokens,
+        )
+        if (first := info.first_steps) is not None:
+            model.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
+        join = partial(_join, head, target_runner, runner, target_info.max_num_seqs)
+        joined, state_bytes = await run(_at_once(join))
     except BaseException:
         await run(_at_once(runner.close))
         raise
-    memory = _SpareKvMemory(share, info.block_bytes, time.monotonic)
-    blocks = PagedBlockManager(
-        info.num_blocks,
-        LayerGroups(info.windows, largest_chunk + 2 * BLOCK_SIZE),
-        max_blocks=info.max_blocks,
-        supply=memory,
-        model_key=loaded.name,
-        enable_prefix_caching=config.cache.prefix_caching,
-    )
-    kind: Callable[..., DraftModel] = DraftModel if head is None else HeadDrafts
-    if isinstance(head, AssistantModel):
-        kind = AssistantDrafts
-    if isinstance(head, BlockModel):
-        shape = head.model.shape
-        most = num_with_features(target_info.max_num_seqs)
-        kind = partial(BlockDrafts, block_size=shape.block_size, mask_token_id=shape.mask_token_id, max_held=most)
-    model = kind(
-        blocks,
-        vocab_size=min(loaded.vocab_size, target.vocab_size),
-        max_tokens=loaded.max_model_len,
-        doubling_tokens=info.context_doubling_tokens,
-    )
-    if (first := info.first_steps) is not None:
-        model.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
-    state_bytes = 0 if feed is None else feed.states.num_bytes
     return DraftParts(
         loaded=loaded,
-        runner=await run(_at_once(partial(DraftingRunner, target_runner, runner, feed))),
+        runner=joined,
         model=model,
         guard=MemoryGuard(model, memory),
         block_bytes=info.block_bytes,
@@ -239,6 +237,12 @@ def _fault(info: RunnerInfo, target: ModelRunner, head: _Head | None) -> str | N
             "a head reads the hidden states before the output matrix, which mlx-lm's code for the model does not give"
         )
     return None
+
+
+def _join(head: _Head | None, target: ModelRunner, draft: ModelRunner, num_requests: int) -> tuple[DraftingRunner, int]:
+    """The runner of both, and the bytes of the hidden states that it keeps."""
+    feed = None if head is None else _feed(head, target, num_requests)
+    return DraftingRunner(target, draft, feed), 0 if feed is None else feed.states.num_bytes
 
 
 def _feed(head: _Head, target: ModelRunner, num_requests: int) -> HeadFeed:

@@ -171,15 +171,17 @@ async def load_parts(
         raise ConfigError(f"--max-num-batched-tokens is {max_tokens}; it must be at least --max-num-seqs, {max_seqs}.")
     share = around.share or await _own_share(config, given)
     try:
-        return await _load_parts(config, around, share, given, max_chunk_tokens)
+        async with contextlib.AsyncExitStack() as made:
+            parts = await _load_parts(config, around, share, given, max_chunk_tokens, made)
+            made.pop_all()
+        return parts
     except BaseException as error:
         if around.share is None:
             share.release()
         around.ranks.unload()
         trace = error.__traceback__
         inner = None if trace is None else trace.tb_next  # without this frame and those that await it
-        with contextlib.suppress(EngineDeadError):
-            await asyncio.wrap_future(around.thread.call(partial(_free_failed_load, error, inner)))
+        await _undo(around, partial(_free_failed_load, error, inner))
         raise
 
 
@@ -218,7 +220,9 @@ async def _load_parts(
     share: MemoryShare,
     given: GivenModels,
     max_chunk_tokens: int | None,
+    made: contextlib.AsyncExitStack,
 ) -> EngineParts:
+    """`made` closes, if the load fails, the runners that were made."""
     settings, run, ranks = config.model, partial(_in_pieces, around), around.ranks
     loaded = await ranks.load(share.limit_bytes, _load_model(settings, given.model, run, ranks.group))
     limit = settings.max_model_len or loaded.max_model_len
@@ -236,10 +240,10 @@ async def _load_parts(
         loaded_draft = await load_model_head(config, loaded, share, run)
     room = PoolRoom(config.scheduler.max_num_seqs * limit, share.kv_limit_bytes, share.kv_room_bytes)
     runner, info = await ranks.make_runner(room, run(make_model_runner(config, loaded, room)))
+    made.push_async_callback(_undo, around, runner.close)
     weight_bytes = loaded.weight_bytes  # once: it adds up all arrays of the model
     kv_bytes = info.num_blocks * info.block_bytes + info.state_bytes
-    limits, draft = _limits(config, info, max_chunk_tokens), None
-    why_not = None
+    limits, draft, why_not = _limits(config, info, max_chunk_tokens), None, None
     if loaded_draft is not None and info.is_recurrent and info.num_spares == 0:
         why_not = "No memory is left for the recurrent states after drafts."
     elif draft_config is not None and loaded_draft is not None:
@@ -248,10 +252,10 @@ async def _load_parts(
             draft = await make_draft(
                 draft_config, loaded_draft, loaded, runner, info, share, most_tokens, limits.largest_chunk, run
             )
+            made.push_async_callback(_undo, around, draft.runner.close_draft)
             weight_bytes, kv_bytes = weight_bytes + draft.loaded.weight_bytes, kv_bytes + draft.kv_bytes
-        except BaseException as error:
-            if not isinstance(error, Exception) or config.draft_model is not None or config.needs_heads:
-                await asyncio.wrap_future(around.thread.call(runner.close))
+        except Exception as error:
+            if config.draft_model is not None or config.needs_heads:
                 raise
             why_not = str(error)
     if loaded_draft is not None and why_not is not None:
@@ -275,9 +279,7 @@ async def _load_parts(
         info=info,
         scheduler=scheduler,
         executor=MLXExecutor(
-            around.thread,
-            ranks.leading(runner if draft is None else draft.runner),
-            settings.device_share,
+            around.thread, ranks.leading(runner if draft is None else draft.runner), settings.device_share
         ),
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
@@ -362,6 +364,12 @@ async def _in_pieces(around: Surroundings, work: Pieces[T]) -> T:
         raise
     result: T = progress.value
     return result
+
+
+async def _undo(around: Surroundings, work: Callable[[], object]) -> None:
+    """Does `work` of a load that failed on the MLX thread, if that has not ended."""
+    with contextlib.suppress(EngineDeadError):
+        await asyncio.wrap_future(around.thread.call(work))
 
 
 def _free_failed_load(error: BaseException, inner: TracebackType | None) -> None:

@@ -20,9 +20,9 @@ from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_FEATURES, EngineStats, ModelRunnerOutput, ScheduledChunk
 from mlx_server.runtime.drafts.block_drafter import load_block_drafter
-from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load_in_pieces
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
@@ -355,17 +355,34 @@ def test_a_drafter_drafts_in_a_context_longer_than_its_own(tmp_path: Path) -> No
     assert stats.num_accepted_tokens > 20
 
 
-def test_a_failed_load_leaves_a_given_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "mlx_server.runtime.drafts.hidden_states.HiddenStates.__init__",
+        "mlx_server.batching.speculation.draft_blocks.BlockDrafts.__init__",
+        "mlx_server.engine.parts.load_if_seeing",
+    ],
+)
+def test_a_failed_load_leaves_a_given_model_as_it_was(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter, _, _ = folders(tmp_path, "dflash")
     model = exhaust(load_in_pieces(target, Path(target), "auto"))
     given = exhaust(load_block_drafter("drafter", Path(drafter), model, "auto"))
+    closed, close = list[ModelRunner](), ModelRunner.close
 
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError("no room for features")
 
-    monkeypatch.setattr(HiddenStates, "__init__", no_memory)
+    def counted(runner: ModelRunner) -> None:
+        closed.append(runner)
+        close(runner)
+
+    monkeypatch.setattr(failing, no_memory)
+    monkeypatch.setattr(ModelRunner, "close", counted)
     with pytest.raises(MemoryError, match="no room"):
         LLM(model, speculate="model", draft_model=given, max_model_len=128, num_kv_blocks=8)
+    assert len(closed) == 2, "the drafter's and the model's"
     assert not any(isinstance(layer, _Tapped) for layer in model.model.layers)
 
 
