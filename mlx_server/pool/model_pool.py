@@ -34,7 +34,7 @@ from mlx_server.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
-_SHUTDOWN = "The server is shutting down; send the request elsewhere."
+SHUTDOWN = "The server is shutting down; send the request elsewhere."
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
 _MAX_DEATHS = 3
@@ -249,7 +249,7 @@ class ModelPool:
 
     def _check_alive(self) -> None:
         if self._is_stopping:
-            raise OverloadedError(_SHUTDOWN, _SHUTDOWN_RETRY_S)
+            raise OverloadedError(SHUTDOWN, _SHUTDOWN_RETRY_S)
         death = self.death()
         if death is not None:
             raise EngineDeadError(death)
@@ -287,7 +287,7 @@ class ModelPool:
         except (asyncio.CancelledError, UnwantedError):
             model.give_up_load(LoadResult.GIVEN_UP)
             cancelled = f"Loading the model `{model.name}` was cancelled; try again."
-            return OverloadedError(_SHUTDOWN if self._is_stopping else cancelled, _SHUTDOWN_RETRY_S)
+            return OverloadedError(SHUTDOWN if self._is_stopping else cancelled, _SHUTDOWN_RETRY_S)
         except OverloadedError as error:
             logger.warning("The model %s cannot be loaded now: %s", model.name, error)
             model.give_up_load(LoadResult.NO_ROOM)

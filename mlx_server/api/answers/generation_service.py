@@ -26,7 +26,7 @@ from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, QueueFullError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import SHUTDOWN, ModelPool
 from mlx_server.request import Vector
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class GenerationService:
 
     def _check(self, job: GenerationJob, demand: Demand) -> None:
         if self.is_draining:
-            raise OverloadedError("The server is shutting down; send the request elsewhere.", _DRAIN_RETRY_S)
+            raise OverloadedError(SHUTDOWN, _DRAIN_RETRY_S)
         self._quotas.check(job.caller, demand)
 
     def abort(self, ids: Collection[str] | None = None) -> int:
