@@ -211,20 +211,19 @@ class RequestBuilder:
 
 async def complete(engine: AsyncEngine, prompts: Sequence[PromptRequests], use_tqdm: bool) -> list[Completion]:
     """Completes all prompts in one continuous batch."""
-    requests = itertools.chain.from_iterable(one.requests for one in prompts)
-    answers = iter(await run_all(engine, requests, "Completions", use_tqdm))
+    answers = iter(await run_all(engine, [one.requests for one in prompts], "Completions", use_tqdm))
     return [_completion(one, list(itertools.islice(answers, len(one.requests)))) for one in prompts]
 
 
 async def run_all(
-    engine: AsyncEngine, requests: Iterable[GenerationRequest], what: str, use_tqdm: bool
+    engine: AsyncEngine, calls: Iterable[Sequence[GenerationRequest]], what: str, use_tqdm: bool
 ) -> list[list[CompletionDelta]]:
-    """Submits all requests, and returns the deltas of each, in the same order. If one fails or the wait is cancelled,
-    all are aborted."""
+    """Submits the requests of all calls, and returns the deltas of each request, in the same order. If one fails or the
+    wait is cancelled, all are aborted."""
     streams: list[RequestStream] = []
     try:
-        for request in requests:
-            streams.append(engine.submit(request))
+        for requests in calls:
+            streams += engine.submit_all(requests)
         with tqdm(total=len(streams), desc=what, disable=None if use_tqdm else True) as bar:
             return list(await asyncio.gather(*(_deltas(stream, bar) for stream in streams)))
     finally:
@@ -281,7 +280,7 @@ async def pool(
         for token_ids in inputs
     ]
     results = []
-    for (delta,) in await run_all(engine, requests, "Inputs", use_tqdm):
+    for (delta,) in await run_all(engine, zip(requests), "Inputs", use_tqdm):
         assert delta.pooled is not None
         results.append(delta.pooled)
     return results

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,14 @@ def test_a_prompt_alone_is_a_list_of_one(llm: LLM, alone: Any) -> None:
     assert found.outputs == expected.outputs
     assert found.prompt_token_ids == expected.prompt_token_ids == tuple(IDS)
     assert llm.generate([], use_tqdm=False) == []
+
+
+def test_a_prompt_is_checked_once_however_many_answers_it_gets(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[str, Sequence[int]]] = []
+    monkeypatch.setattr("mlx_server.engine.request_stream.check_ids", lambda *check: checked.append(check[:2]))
+    done = llm.generate(["ab", "cd"], SamplingParams(max_tokens=2, n=3), use_tqdm=False)
+    assert [len(one.outputs) for one in done] == [3, 3]
+    assert [tuple(ids) for name, ids in checked if name == "prompt"] == [one.prompt_token_ids for one in done]
 
 
 def test_the_first_answer_s_fields_are_the_completion_s(llm: LLM) -> None:
