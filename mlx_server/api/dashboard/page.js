@@ -137,7 +137,9 @@ function draw() {
     : model.requests.length ? "" : "Nothing is in progress.";
   rows("recent", model.recent.map((one) => [
     one.request_id, one.tier, one.finish_reason, `${number(one.num_prompt_tokens)} (${number(one.num_cached_tokens)})`,
-    number(one.num_output_tokens), duration(one.queue_s), duration(one.ttft_s), duration(one.tpot_s),
+    number(one.num_output_tokens),
+    duration(one.queue_s) + (one.num_preemptions ? `, preempted ${number(one.num_preemptions)}×` : ""),
+    duration(one.ttft_s), duration(one.tpot_s),
   ]), true);
   $("recent-note").hidden = model.recent.length > 0;
 }

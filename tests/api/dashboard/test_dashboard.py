@@ -18,7 +18,9 @@ from mlx_server.api.auth.authentication import PAGE_FILES
 from mlx_server.config import CacheConfig, Config, ModelConfig, ServerConfig
 from mlx_server.errors import EngineDeadError
 from mlx_server.model_entries import ModelEntry
+from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.pool.model_pool import ModelPool, build_pool
+from mlx_server.request import FinishReason
 from tests.api.worlds import Site, World
 from tests.browser import EXECUTABLE, browser
 
@@ -191,8 +193,14 @@ async def test_a_browser_shows_the_snapshot_and_chats(site: Site, pool: ModelPoo
         speculation.counters.num_accepted_tokens += 4
         await page.until(f"{shown.format('acceptance')} === '50.0 %'")
         assert await page.evaluate("document.getElementById('model').value") == "random:mini"
-        num_recent = len(pool.engines()[0].metrics.recent)
-        assert await page.evaluate("document.querySelectorAll('#recent tr').length") == num_recent
+        recent = engine.metrics.recent
+        assert await page.evaluate("document.querySelectorAll('#recent tr').length") == len(recent)
+        for count in (0, 2):
+            recent.append(
+                RequestSummary(f"r{count}", "default", FinishReason.STOP, 3, 0, 2, count, 0.25, 0.5, 0.1, 1.0)
+            )
+        queued = "[...document.querySelectorAll('#recent tr')].slice(0, 2).map((row) => row.cells[5].textContent)"
+        await page.until(f"`${{{queued}}}` === '250 ms, preempted 2×,250 ms'")
         await page.evaluate("document.dispatchEvent(new KeyboardEvent('keydown', { key: '/', bubbles: true }))")
         assert await page.evaluate("document.activeElement.id") == "message"
         await page.evaluate(
