@@ -7,6 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+import pytest
+
+from mlx_server.batching.speculation import draft_burst
+from mlx_server.batching.speculation.draft_burst import Burst
 from mlx_server.batching.speculation.draft_costs import StepRoom
 from mlx_server.engine.library.llm import Completion
 from mlx_server.request import Request
@@ -48,3 +52,14 @@ def always(proposed: Mapping[str, int], rates: object, room: StepRoom, *costs: o
         depths[request_id] = min(count, most)
         most -= depths[request_id]
     return {request_id: depth for request_id, depth in depths.items() if depth > 0}
+
+
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever drafts cost, lookups and draft models draft."""
+    monkeypatch.setattr(draft_burst, "choose_burst", _always_burst)
+    monkeypatch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
+
+
+def _always_burst(rates: Mapping[str, float], most: int, room: StepRoom, *costs: object, **kind: object) -> Burst:
+    names = sorted(rates)[: room.most // most]
+    return Burst(most, frozenset(names), 1e9) if names else draft_burst.NO_BURST

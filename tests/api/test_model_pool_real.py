@@ -29,10 +29,13 @@ from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.pool.pooled_model import ModelState
 from mlx_server.runtime.model_runner import ModelRunner
 from tests import architectures
+from tests.adapter_files import write_adapter
 from tests.api.worlds import Site, until
+from tests.block_drafters import drafter_config, save_drafter, their_drafter
 from tests.cli.test_cli_models import READY
-from tests.device_memory import held_bytes
-from tests.engine_worlds import make_folder, plain_greedy, random_prompts
+from tests.device_memory import active_bytes, held_bytes
+from tests.drafters import draft_always
+from tests.engine_worlds import built, make_folder, plain_greedy, random_prompts
 from tests.tiny_models import describe_model_folder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
@@ -191,6 +194,47 @@ async def test_no_prefix_is_shared_between_models_nor_with_an_earlier_load(serve
     assert await world.num_cached("b", prompt) == 0
     await world.admin("unload", "a")
     assert await world.num_cached("a", prompt) == 0
+
+
+@pytest.mark.parametrize("kind", ["draft model", "block drafter"])
+async def test_a_model_and_its_drafter_come_back_as_they_were(
+    serve: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """Unloaded and loaded again, with adapters and grammars: answers are those without drafts, and nothing stays."""
+    draft_always(monkeypatch)
+    own = drafter_config("dflash", dict(built("qwen3").config))
+    drafter = folders["b"] if kind == "draft model" else save_drafter(tmp_path / "drafter", own, their_drafter(own))
+    adapter = {"adapter": f"terse={write_adapter(folders['b'], tmp_path / 'terse')}"}
+    overrides = {"plain": adapter, "drafted": {**adapter, "draft_model": str(drafter)}}
+    models = tuple(ModelEntry(id=name, model=str(folders["b"]), overrides=more) for name, more in overrides.items())
+    settings = SchedulerConfig(max_num_seqs=32, max_draft_tokens=3, speculate="model")  # all of them draft at a time
+    world = await serve(replace(config_of(folders), models=models, scheduler=settings))
+    likely = {"max_tokens": 30, "logit_bias": {"5": 30, "6": 30}}
+    bodies = [likely, {**likely, "temperature": 0.8, "seed": 1}, {"structured_outputs": {"regex": "(ab|cd){3,9}x"}}]
+    held = []
+    for _ in range(3):
+        answers = {
+            name: await asyncio.gather(
+                *(
+                    world.token_ids(name + adapter, prompt, **body)
+                    for adapter in ("", ":terse")
+                    for prompt, body in zip(PROMPTS, bodies)
+                )
+            )
+            for name in overrides
+        }
+        assert answers["drafted"] == answers["plain"]
+        for engine in world.pool.engines():
+            loaded = engine._loaded_parts()
+            engine.scheduler.check_integrity()
+            assert (loaded.draft is not None) == (engine.model_name == "drafted")
+            assert loaded.draft is None or engine.stats().num_accepted_tokens > 10
+            assert loaded.reset_prefix_cache(), "no request holds a block, of the drafter's neither"
+        for name in overrides:
+            assert (await world.admin("unload", name)).status_code == 200
+        held.append(active_bytes())
+    assert held[2] <= held[0] * 1.05 + 2**17
+    assert world.num_loads() == {"plain": 3, "drafted": 3}
 
 
 async def test_two_models_decode_at_once_as_they_would_alone(
