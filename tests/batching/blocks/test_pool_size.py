@@ -118,6 +118,17 @@ def test_a_pool_does_not_outgrow_its_limit():
     assert world.scheduler.blocks.num_blocks == 8
 
 
+def test_a_pool_may_begin_with_one_block():
+    world, supply = make_growing(1, 8)
+    world.add(make_request("small", 20, 10))
+    world.finish()
+    assert supply.taken == []
+    world.add(make_request("large", 200, 10))
+    world.finish()
+    world.check_tokens()
+    assert world.scheduler.blocks.num_blocks == 7
+
+
 # --- the cut ----------------------------------------------------------------------------------------------------
 
 
