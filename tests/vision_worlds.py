@@ -70,6 +70,7 @@ _HYBRID = {
 _WINDOWED = {
     **_TEXT,
     "model_type": "gemma4_text",
+    "hidden_size": 96,
     "num_hidden_layers": 6,
     "head_dim": 16,
     "global_head_dim": 32,
@@ -84,7 +85,7 @@ _WINDOWED = {
         "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
     },
 }
-"""The text part of Gemma 4."""
+"""The text part of Gemma 4. Its embeddings' scale, the root of `hidden_size`, is no power of two, so it rounds."""
 
 _SEES = {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1}
 """Of the larger ones."""

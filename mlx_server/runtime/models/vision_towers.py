@@ -26,14 +26,14 @@ class TowerFamily:
     """How the towers of some model types are used.
 
     `parts` are their attributes in mlx-vlm's model, and `names` what marks their tensors in files. `embed` gives the
-    embeddings `[n, D]` of an image from its arrays, in the scale of the model's token embeddings. `arguments` are those
-    of mlx-lm's model, besides the embeddings, for ids `[B, L]` with placeholders.
+    embeddings `[n, D]` of an image from its arrays. `arguments` are those of mlx-lm's model for ids `[B, L]` with rows
+    of images, whose embeddings are the last argument.
     """
 
     parts: tuple[str, ...]
     names: tuple[str, ...]
     embed: Callable[[TowerModel, Mapping[str, mx.array]], mx.array]
-    arguments: Callable[[TowerModel, mx.array], dict[str, Any]] = lambda model, ids: {}
+    arguments: Callable[[TowerModel, mx.array, ImageRows, mx.array], dict[str, Any]]
     spans_in_windows: bool = False
 
 
@@ -43,24 +43,40 @@ def _embed_qwen(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
     return embeddings
 
 
+def _qwen_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: mx.array) -> dict[str, Any]:
+    return {"input_embeddings": rows.put(images, model.language_model.model.embed_tokens(ids))}
+
+
 def _embed_gemma(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
-    """mlx-lm's model multiplies all embeddings by its scale, and those of images have none."""
     tower = getattr(model, model.family.parts[0])
-    made = model.embed_vision(tower(inputs["pixel_values"], inputs["image_position_ids"]))
-    embeddings: mx.array = made.reshape(-1, made.shape[-1]) / model.language_model.model.embed_scale
-    return embeddings
+    embeddings: mx.array = model.embed_vision(tower(inputs["pixel_values"], inputs["image_position_ids"]))
+    return embeddings.reshape(-1, embeddings.shape[-1])
 
 
-def _gemma_arguments(model: TowerModel, ids: mx.array) -> dict[str, Any]:
+def _gemma_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: mx.array) -> dict[str, Any]:
     """Placeholders have the inputs per layer of token 0."""
     body = model.language_model.model
-    if not body.hidden_size_per_layer_input:
-        return {}
-    known = mx.where(ids == model.config.image_token_id, 0, ids)
-    return {"per_layer_inputs": body._get_per_layer_inputs(known)}
+    arguments = {"input_embeddings": _Unscaled(body.embed_tokens(ids), rows, images)}
+    if body.hidden_size_per_layer_input:
+        known = rows.put(mx.zeros((len(rows.rows), 1)), ids[..., None])[..., 0]
+        arguments["per_layer_inputs"] = body._get_per_layer_inputs(known)
+    return arguments
 
 
-_QWEN = TowerFamily(("vision_tower",), ("visual.", "vision_tower."), _embed_qwen)
+@dataclass(frozen=True, slots=True)
+class _Unscaled:
+    """Embeddings of `tokens` with those of `images` in their rows, which mlx-lm's model multiplies by its scale. Those
+    of images have none; divided by it, they would be rounded twice."""
+
+    tokens: mx.array
+    rows: ImageRows
+    images: mx.array
+
+    def __mul__(self, scale: float) -> mx.array:
+        return self.rows.put(self.images, self.tokens * scale)
+
+
+_QWEN = TowerFamily(("vision_tower",), ("visual.", "vision_tower."), _embed_qwen, _qwen_arguments)
 _GEMMA = TowerFamily(
     ("vision_tower", "embed_vision"),
     ("vision_tower.", "embed_vision."),
@@ -135,9 +151,7 @@ class TowerModel(ReadsImages):
         if image_rows is None:
             return super().__call__(inputs, cache=cache, **more)
         if image_rows.images is not None:
-            embeddings = self.language_model.model.embed_tokens(inputs)
-            more["input_embeddings"] = image_rows.put(image_rows.images.embeddings, embeddings)
-            more |= self.family.arguments(self, inputs)
+            more |= self.family.arguments(self, inputs, image_rows, image_rows.images.embeddings)
         self._axes.set(image_rows.positions)
         try:
             return super().__call__(inputs, cache=cache, **more)

@@ -93,9 +93,9 @@ async def test_answers_are_those_of_mlx_vlm_alone_and_in_mixed_batches(model_typ
         assert await answers(engine, prompts) == wanted
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma4_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma4", "gemma4_moe"])
 async def test_text_has_the_same_bits_beside_images(model_type):
-    prompt = prompt_of([range(1, 50)])
+    prompt = prompt_of([range(1, 50), [IMAGE], range(50, 60)])  # a placeholder by its id, without an image, is text
     text = greedy(NUM_TOKENS, logprobs=2)
     async with engine_of(model_type, cache={"prefix_caching": False}) as engine:
 

@@ -20,9 +20,11 @@ from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.cache_views import UnpageableError
 from mlx_server.runtime.models import vision_towers
 from mlx_server.runtime.models.loader import exhaust, load, make_runner
+from mlx_server.runtime.models.resolve import find_folder
 from mlx_server.runtime.models.vision_towers import AxisRope, TowerModel
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.adapter_files import write_adapter
+from tests.homes import with_kernels
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_worlds import tiny_vlm
 
@@ -101,6 +103,17 @@ def test_adapters_of_the_text_leave_images(qwen: Path, tmp_path: Path) -> None:
     """The check at load finds their layers, too."""
     adapter = write_adapter(qwen, tmp_path / "adapter", num_layers=2)
     assert blindness(qwen, adapters=[Adapter("a", str(adapter))]) == ""
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_embeddings_in_bfloat16_do_not_round_an_images_twice(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of mxfp4 are in it, in a model that is in float32."""
+    monkeypatch.setenv("MLX_SERVE_HOME", str(with_kernels(tmp_path / "home")))
+    quantized = find_folder(str(folder_of(model_type, tmp_path / "model")), quantize="mxfp4")
+    assert quantized is not None
+    assert blindness(quantized) == ""
 
 
 def test_turning_by_wrong_axes_is_found_at_load(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
