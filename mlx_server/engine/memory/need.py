@@ -211,7 +211,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     num_patches = max(1, num_pixels // patch**2)
     text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
     if size("mm_embed_dim"):  # Gemma 4 Unified's patches are large, and there are no layers
-        patch, inner = size("model_patch_size"), size("mm_embed_dim")
+        patch, inner = size("model_patch_size") or patch * size("pooling_kernel_size"), size("mm_embed_dim")
         num_elements = _INPUT_COPIES * 3 * num_pixels + num_pixels // patch**2 * (_HELD_AT_A_TIME * inner + text)
         if is_metal():
             return num_elements * item_bytes

@@ -87,6 +87,15 @@ def test_sizes_that_are_left_out_are_pixtral_s(metal: bool, monkeypatch: pytest.
     assert short == whole > 2**27
 
 
+def test_gemma_4_unified_s_patches_may_be_left_out() -> None:
+    """transformers does not save their size, which follows from the small ones'."""
+    config = larger("gemma4_unified")
+    whole = vision_bytes(config, max_pixels=645_120, item_bytes=2)
+    del config["vision_config"]["model_patch_size"]
+    config["vision_config"]["pooling_kernel_size"] = 3
+    assert vision_bytes(config, max_pixels=645_120, item_bytes=2) == whole
+
+
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 128])
 def test_logits_of_fused_attention_are_not_booked(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Metal, of any of MLX's own sizes: SigLIP's, and so Gemma 3's, is 72."""
