@@ -161,7 +161,7 @@ def test_a_drafter_that_knows_the_model_is_always_right(kind: str, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_moe"])
 async def test_a_drafter_drafts_behind_images(model_type: str, tmp_path: Path) -> None:
     vlm = tiny_vlm(model_type)
     own = drafter_config("dflash", {"model_type": model_type, **CONFIGS[model_type]})
