@@ -210,8 +210,9 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     num_pixels = side * side if is_square else max_pixels
     num_patches = max(1, num_pixels // patch**2)
     text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
-    if size("mm_embed_dim"):  # Gemma 4 Unified's patches are large, and there are no layers
-        patch, inner = size("model_patch_size") or patch * size("pooling_kernel_size"), size("mm_embed_dim")
+    if described.get("model_type") == "gemma4_unified":  # its patches are large, and there are no layers
+        patch = size("model_patch_size") or (size("patch_size") or 16) * (size("pooling_kernel_size") or 3)
+        inner = size("mm_embed_dim") or text
         num_elements = _INPUT_COPIES * 3 * num_pixels + num_pixels // patch**2 * (_HELD_AT_A_TIME * inner + text)
         if is_metal():
             return num_elements * item_bytes

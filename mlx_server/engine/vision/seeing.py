@@ -303,7 +303,8 @@ def _soft_tokens(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
 
 
 def _says_vision(config: Mapping[str, Any]) -> bool:
-    return (config.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
+    default = "vision" if config["model_type"] == "gemma4_unified" else None
+    return (config.get("text_config") or {}).get("use_bidirectional_attention", default) == "vision"
 
 
 _QWEN = _Family(_lay_out_grid, around=("<|vision_start|>", "<|vision_end|>"), options=_grid_size)

@@ -87,13 +87,18 @@ def test_sizes_that_are_left_out_are_pixtral_s(metal: bool, monkeypatch: pytest.
     assert short == whole > 2**27
 
 
-def test_gemma_4_unified_s_patches_may_be_left_out() -> None:
-    """transformers does not save their size, which follows from the small ones'."""
-    config = larger("gemma4_unified")
-    whole = vision_bytes(config, max_pixels=645_120, item_bytes=2)
-    del config["vision_config"]["model_patch_size"]
-    config["vision_config"]["pooling_kernel_size"] = 3
-    assert vision_bytes(config, max_pixels=645_120, item_bytes=2) == whole
+def test_sizes_that_are_left_out_are_gemma_4_unified_s() -> None:
+    """transformers saves no `model_patch_size`, which follows from two others."""
+    large, small = {"model_patch_size": 48, "mm_embed_dim": 3840}, {"patch_size": 16, "pooling_kernel_size": 3}
+    whole, saved, nothing = (
+        vision_bytes(
+            {"model_type": "gemma4_unified", "text_config": {"hidden_size": 3840}, "vision_config": one},
+            max_pixels=645_120,
+            item_bytes=2,
+        )
+        for one in (large, {"mm_embed_dim": 3840, **small}, {})
+    )
+    assert whole == saved == nothing < 2**30
 
 
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 128])

@@ -88,6 +88,23 @@ def test_gemma_4_unifieds_patches_are_squares_of_small_ones(tmp_path: Path):
         assert np.abs(patch.reshape(12, 12, 3) - square).max() < 0.01
 
 
+@pytest.mark.parametrize(
+    ("model_type", "said", "expected"),
+    [
+        ("gemma4", {}, False),
+        ("gemma4", {"use_bidirectional_attention": "vision"}, True),
+        ("gemma4_unified", {}, True),
+        ("gemma4_unified", {"use_bidirectional_attention": None}, False),
+    ],
+)
+def test_gemma_4s_images_are_seen_both_ways_by_the_setting_or_its_default(
+    tmp_path: Path, model_type: str, said: dict[str, Any], expected: bool
+):
+    """The default of transformers, and of the model that is loaded, is another one for each."""
+    config = {**GEMMA_4.config, "model_type": model_type, "text_config": said}
+    assert load(dataclasses.replace(GEMMA_4, config=config), tmp_path).is_bidirectional == expected
+
+
 @pytest.mark.parametrize(("max_pixels", "most"), [(10**9, 280), (280 * 144, 280), (280 * 144 - 1, 140), (1024, 70)])
 def test_gemma_4s_images_have_at_most_the_tokens_that_fit(tmp_path: Path, max_pixels: int, most: int):
     folder = dataclasses.replace(GEMMA_4, processor={**GEMMA_4.processor, "max_soft_tokens": 280})
