@@ -48,9 +48,16 @@ def _qwen_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: m
 
 
 def _embed_gemma(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
-    tower = getattr(model, model.family.parts[0])
-    embeddings: mx.array = model.embed_vision(tower(inputs["pixel_values"], inputs["image_position_ids"]))
-    return embeddings.reshape(-1, embeddings.shape[-1])
+    embeddings: mx.array = model.embed_vision(model.vision_tower(inputs["pixel_values"], inputs["image_position_ids"]))
+    return embeddings[0]
+
+
+def _embed_unified(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
+    """In the type of the weights, as transformers does: pixels in float32 would turn the matrices into it."""
+    embedder = model.vision_embedder
+    pixels = inputs["pixel_values"].astype(embedder.pos_embedding.dtype)
+    embeddings: mx.array = model.embed_vision(embedder(pixels, inputs["image_position_ids"]))
+    return embeddings[0]
 
 
 def _gemma_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: mx.array) -> dict[str, Any]:
@@ -90,7 +97,10 @@ TOWER_FAMILIES: Mapping[str, TowerFamily] = {
     "qwen3_5_moe": _QWEN,
     "gemma4": _GEMMA,
     "gemma4_unified": replace(
-        _GEMMA, parts=("vision_embedder", "embed_vision"), names=("vision_embedder.", "embed_vision.")
+        _GEMMA,
+        parts=("vision_embedder", "embed_vision"),
+        names=("vision_embedder.", "embed_vision."),
+        embed=_embed_unified,
     ),
 }
 """By `model_type`."""

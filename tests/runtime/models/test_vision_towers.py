@@ -23,10 +23,11 @@ from mlx_server.runtime.models.loader import exhaust, load, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 from mlx_server.runtime.models.vision_towers import AxisRope, TowerModel
 from mlx_server.runtime.models.vlm import vlm_module
+from mlx_server.runtime.vision import encode
 from tests.adapter_files import write_adapter
 from tests.homes import with_kernels
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_worlds import tiny_vlm
+from tests.vision_worlds import CONFIGS, build_tiny, picture, placeholders, tiny_vlm
 
 Weights = dict[str, mx.array]
 
@@ -114,6 +115,14 @@ def test_embeddings_in_bfloat16_do_not_round_an_images_twice(
     quantized = find_folder(str(folder_of(model_type, tmp_path / "model")), quantize="mxfp4")
     assert quantized is not None
     assert blindness(quantized) == ""
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4", "gemma4_unified"])
+def test_towers_compute_in_the_type_of_their_weights(model_type: str) -> None:
+    """Pixels in float32 would turn whole matrices into it, which is not booked."""
+    model, image = build_tiny({"model_type": model_type, **CONFIGS[model_type]}), picture(model_type, 1)
+    model.set_dtype(mx.bfloat16)
+    assert encode(model, placeholders(image), image.inputs).embeddings.dtype == mx.bfloat16
 
 
 def test_turning_by_wrong_axes_is_found_at_load(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
