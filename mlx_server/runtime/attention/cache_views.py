@@ -5,7 +5,7 @@ Example: two decodes and a prompt chunk of 5 tokens are a ragged batch `[7, 1]` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -258,6 +258,17 @@ class StateView(ArraysCache):  # type: ignore[misc]
 
     def make_mask(self, N: int) -> None:
         """Nothing is padded."""
+
+    def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> mx.array:
+        """mlx-vlm's way to keep the last `width` tokens of `source` `[R, L, ...]` as entry `index`."""
+        state = self[index] = source[:, source.shape[1] - width :]
+        return state
+
+    def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
+        """mlx-vlm's way to replace entry `index`: `update(state, None)` returns an output and the state after it."""
+        output, state = update(self[index], None)[:2]
+        self[index] = state
+        return output, state
 
     def empty(self) -> bool:
         return self[0] is None

@@ -81,6 +81,15 @@ class StepGroups:
         return row_groups(self._plans, batches_decodes=False)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupValues:
+    """A result that has no row for each token, such as the keys that a layer chooses for later layers: the groups that
+    a module ran on, and what it returned for each. Only modules that run on groups can take it."""
+
+    groups: list[RowGroup]
+    values: list[Any]
+
+
 class RegroupedModule:
     """Stands in for a token-mixing module: called with the whole ragged batch and a layer's cache, it calls the module
     once a group, with the group's rows, cache view and mask, and joins the results.
@@ -102,16 +111,20 @@ class RegroupedModule:
         cache = given.get("cache")
         if not isinstance(cache, LayerCache) or (self._only_recurrent and not cache.is_recurrent):
             return self._inner(**given)
-        groups = self._step.requests if cache.num_paged > 1 else self._step.groups
-        parts = [self._run(group, given, cache) for group in groups]
-        return _after_writes(parts[0] if len(parts) == 1 else _join(parts), cache)
+        earlier = next((value.groups for value in given.values() if isinstance(value, GroupValues)), None)
+        groups = earlier or (self._step.requests if cache.num_paged > 1 else self._step.groups)
+        parts = [self._run(group, given, cache, number) for number, group in enumerate(groups)]
+        return _after_writes(_join(groups, parts), cache)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def _run(self, group: RowGroup, given: dict[str, Any], cache: LayerCache) -> Any:
+    def _run(self, group: RowGroup, given: dict[str, Any], cache: LayerCache, number: int) -> Any:
         view: Any = cache.view(group)
-        mine = {name: _cut(value, group, self._step.num_tokens) for name, value in given.items()}
+        mine = {
+            name: value.values[number] if isinstance(value, GroupValues) else _cut(value, group, self._step.num_tokens)
+            for name, value in given.items()
+        }
         if "mask" in self._names:
             asked = given.get("mask")
             is_array, window = (asked.is_array, asked.window) if isinstance(asked, StepMask) else (False, None)
@@ -121,7 +134,7 @@ class RegroupedModule:
                 mine["mask"] = view.make_mask(group.length, is_array, window)
         mine["cache"] = view
         with self._step.adapters.group(group):
-            return _flat(self._inner(**mine), group)
+            return self._inner(**mine)
 
 
 class Regrouping:
@@ -169,8 +182,10 @@ def _takes_cache(module: Any) -> bool:
 
 
 def _cut(value: Any, group: RowGroup, num_tokens: int) -> Any:
-    """The group's part of an argument with a row for each of the step's `num_tokens` tokens; for positions, the first
-    of each request."""
+    """The group's part of an argument with a row for each of the step's `num_tokens` tokens; for positions without a
+    second axis, the first of each request."""
+    if isinstance(value, mx.array) and value.shape == (3, num_tokens, 1):  # positions in three axes
+        return mx.stack([group.cut(axis) for axis in value])
     if not isinstance(value, mx.array) or value.shape[:1] != (num_tokens,):
         return value
     if value.ndim == 1:
@@ -178,19 +193,20 @@ def _cut(value: Any, group: RowGroup, num_tokens: int) -> Any:
     return group.cut(value) if value.shape[1] == 1 else value
 
 
-def _flat(value: Any, group: RowGroup) -> Any:
-    if isinstance(value, mx.array):
-        return group.flat(value)
-    if isinstance(value, tuple):
-        return tuple(_flat(part, group) for part in value)
-    return value
-
-
-def _join(parts: list[Any]) -> Any:
-    """Joins the groups' results, which may be tuples."""
+def _join(groups: list[RowGroup], parts: list[Any]) -> Any:
+    """One result of the groups' results, which may be tuples: its rows are those of all groups."""
     if isinstance(parts[0], tuple):
-        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
-    return None if parts[0] is None else mx.concatenate(parts, axis=0)
+        return tuple(_join(groups, list(column)) for column in zip(*parts, strict=True))
+    if all(part is None for part in parts):
+        return None
+    has_rows = all(
+        isinstance(part, mx.array) and part.shape[:2] == (group.num_requests, group.length)
+        for group, part in zip(groups, parts)
+    )
+    if not has_rows or len({part.shape[2:] for part in parts}) > 1:
+        return GroupValues(groups, parts)
+    rows = [group.flat(part) for group, part in zip(groups, parts)]
+    return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
 
 
 def _after_writes(result: Any, cache: LayerCache) -> Any:

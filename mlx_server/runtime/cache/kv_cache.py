@@ -136,9 +136,9 @@ class PagedLayerCache(AttendsItself):
             self.num_query_heads, self.sinks = parts.num_heads, None
         return y
 
-    def view(self, group: RowGroup) -> PagedView:
-        """The layer's K/V for a module that runs on `group`."""
-        return PagedView(self.pool.rows(self._seat), self.window, group, self.place)
+    def view(self, group: RowGroup, kind: type[PagedView] = PagedView) -> Any:
+        """The layer's K/V for a module that runs on `group`, as a `kind`."""
+        return kind(self.pool.rows(self._seat), self.window, group, self.place)
 
 
 class StateLayerCache:
@@ -233,7 +233,7 @@ class ListLayerCache(tuple[Any, ...]):
     def tokens(self) -> list[mx.array]:
         return [token for cache in self if cache.is_recurrent for token in cache.tokens()]
 
-    def view(self, group: RowGroup) -> ListView:
+    def view(self, group: RowGroup) -> Any:
         return ListView(cache.view(group) for cache in self)
 
 

@@ -20,6 +20,7 @@ from mlx_server.runtime.cache.kv_cache import (
     StateLayerCache,
     leaves,
 )
+from mlx_server.runtime.cache.sparse_caches import IndexedLayerCache, PooledLayerCache, UnkeptLayerCache
 from mlx_server.runtime.memory import first_kv_blocks, kept_slots, max_kv_blocks, state_slots
 
 _NUM_TRACED = 9
@@ -27,6 +28,9 @@ _NUM_TRACED = 9
 
 _CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
 """The modules of cache classes that are known here by name."""
+
+_INDEXED = "K/V and index keys"
+"""The kind of caches, of models' own classes, that hold both."""
 
 _NO_METAL = "No Metal back-end"
 """Part of MLX's error for a Metal kernel without Metal."""
@@ -46,6 +50,11 @@ def discover_layers(model: Any) -> list[LayerCache]:
             raise ModelLoadError(
                 f"Layer {index} keeps a recurrent state that grows after {_NUM_TRACED} tokens; slots have a fixed size."
             )
+    parts = [part for cache in plain if _kind(cache) == "CacheList" for part in cache.caches]
+    if parts:
+        windows = [part.ratio for part in parts if _kind(part) == "PoolingCache"]
+        _trace(model, plain, max([_NUM_TRACED, *windows]))
+        _trace(model, plain, 1)  # some write a cache only with many tokens
     return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
 
 
@@ -60,9 +69,9 @@ def model_failure(model: Any, error: Exception) -> ModelLoadError:
     return ModelLoadError(f"Models of type {kind} do not run in mlx-lm itself: {type(error).__name__}: {error}")
 
 
-def _trace(model: Any, cache: list[Any]) -> None:
+def _trace(model: Any, cache: list[Any], num_tokens: int = _NUM_TRACED) -> None:
     try:
-        model(mx.array([[0] * _NUM_TRACED]), cache=cache)
+        model(mx.array([[0] * num_tokens]), cache=cache)
     except Exception as error:  # mlx-lm raises errors of any kind
         raise model_failure(model, error) from error
 
@@ -74,9 +83,22 @@ def _state_shapes(cache: Any) -> list[tuple[int, ...]]:
 
 
 def _kind(cache: Any) -> str:
-    """The name of its class; empty if the class is not mlx-lm's or mlx-vlm's."""
-    kind = type(cache)
-    return kind.__name__ if kind.__module__ in _CACHE_MODULES else ""
+    """The name of its class; empty if the class is not mlx-lm's or mlx-vlm's. A model's own KVCache is a KVCache if it
+    has the same attributes and masks: then it differs in how its memory grows. A window or an indexer needs more."""
+    kind, base = type(cache), type(cache).__base__
+    if kind.__module__ in _CACHE_MODULES:
+        return kind.__name__
+    if any(hasattr(kind, name) for name in ("update_indexer", "update_index_and_fetch")):
+        return _INDEXED
+    is_same = (
+        base is not None
+        and base.__name__ == "KVCache"
+        and base.__module__ in _CACHE_MODULES
+        and "make_mask" not in vars(kind)
+        and all(hasattr(base, name) for name in vars(kind))
+        and vars(cache).keys() == vars(base()).keys()
+    )
+    return "KVCache" if is_same else ""
 
 
 def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
@@ -90,7 +112,7 @@ def _refuse_unpageable(index: int, cache: Any) -> None:
     if kind == "CacheList":
         for part in cache.caches:
             _refuse_unpageable(index, part)
-    elif kind not in ("ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"):
+    elif kind not in ("ArraysCache", "ChunkedKVCache", "KVCache", "PoolingCache", "RotatingKVCache", _INDEXED):
         raise ModelLoadError(
             f"Layer {index} keeps its state in a {type(cache).__name__}, which is not supported. Supported are "
             "mlx-lm's caches for attention (full, sliding window, chunked) and recurrent states."
@@ -104,13 +126,29 @@ def _refuse_unpageable(index: int, cache: Any) -> None:
 def _layer_cache(index: int, cache: Any) -> LayerCache:
     kind = _kind(cache)
     if kind == "CacheList":
-        return ListLayerCache([_layer_cache(index, part) for part in cache.caches])
+        length = max((part.offset for part in cache.caches if _kind(part) == "KVCache"), default=0)
+        is_kept = [_kind(part) != "KVCache" or part.offset == length for part in cache.caches]
+        parts = zip(cache.caches, is_kept)
+        return ListLayerCache([_layer_cache(index, part) if kept else UnkeptLayerCache() for part, kept in parts])
     if kind == "ArraysCache":
         return StateLayerCache(cache.cache)
+    if kind == "PoolingCache":
+        return PooledLayerCache.of(cache.ratio, (cache.buf_kv, cache.buf_gate), cache.pooled)
+    if kind == _INDEXED:
+        keys = cache.index_keys
+        heads = keys.shape[1] if keys.ndim == 4 else 1
+        spec = LayerSpec(heads, keys.shape[-1], 0, keys.dtype)
+        return IndexedLayerCache([_paged(index, getattr(cache, "kv_cache", cache)), PagedLayerCache(None, spec)])
+    return _paged(index, cache)
+
+
+def _paged(index: int, cache: Any) -> PagedLayerCache:
+    kind = _kind(cache)
     if cache.keys is None:
         raise ModelLoadError(f"Layer {index} has a cache but stores nothing in it, which is not supported.")
     _, num_kv_heads, _, key_dim = cache.keys.shape
-    spec = LayerSpec(num_kv_heads, key_dim, cache.values.shape[-1], cache.keys.dtype)
+    dtype = mx.float32 if cache.keys.dtype == mx.bool_ else cache.keys.dtype  # a mark of each token, as a number
+    spec = LayerSpec(num_kv_heads, key_dim, cache.values.shape[-1], dtype)
     window = cache.max_size if kind == "RotatingKVCache" else None
     return PagedLayerCache(window, spec, is_chunked=kind == "ChunkedKVCache")
 

@@ -109,12 +109,13 @@ def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
 
 
 def build_blank(config: Mapping[str, Any], dtype: mx.Dtype, *, sees: bool = False) -> nn.Module:
-    """As `build_model`, with zeros of type `dtype` that take no memory. Any thread; computes nothing."""
+    """As `build_model`, with zeros of type `dtype` that take no memory; tables of integers stay, and are lazy. Any
+    thread; computes nothing."""
     model = build_model(config, sees=sees)
 
     def zeros_like(parameter: mx.array) -> mx.array:
-        kind = dtype if mx.issubdtype(parameter.dtype, mx.floating) else parameter.dtype
-        return mx.broadcast_to(mx.array(0, kind), parameter.shape)
+        is_floating = mx.issubdtype(parameter.dtype, mx.floating)
+        return mx.broadcast_to(mx.array(0, dtype), parameter.shape) if is_floating else parameter
 
     model.update(tree_map(zeros_like, model.parameters()))
     return model.eval()

@@ -117,7 +117,7 @@ def build_random(config: Config, seed: int, *, sees: bool = False) -> nn.Module:
 
 def _randomize(model: nn.Module, seed: int) -> None:
     """Replaces every parameter by lazy float32 noise that depends on `seed` and on the parameters' names and shapes,
-    and packed parameters, which are integers, by random bits.
+    and packed parameters, which are unsigned integers, by random bits. Tables of signed integers stay.
 
     The noise is uniform: scaled and shifted random bits, so all devices agree up to one rounding. Its scales make
     greedy outputs vary: with twice the gain that keeps the variance, a layer's output depends on the whole context, and
@@ -130,6 +130,8 @@ def _randomize(model: nn.Module, seed: int) -> None:
 
 def _draw(name: str, old: mx.array, key: mx.array) -> mx.array:
     shape = old.shape
+    if mx.issubdtype(old.dtype, mx.signedinteger):
+        return old
     if mx.issubdtype(old.dtype, mx.integer):
         return mx.random.randint(0, 2 ** min(8 * old.dtype.size, 31), shape, old.dtype, key)
     if name.endswith("signs"):

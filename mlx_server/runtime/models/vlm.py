@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.vlm_mends import mend
 from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
 _PACKAGE = "mlx_vlm"
@@ -105,6 +106,11 @@ class VlmModel(ReadsImages):
     def has_positions(self) -> bool:
         return hasattr(self.language_model, "get_rope_index")
 
+    @property
+    def _has_axes(self) -> bool:
+        ropes = [getattr(self.args, name, None) or {} for name in ("rope_scaling", "rope_parameters")]
+        return any("mrope_section" in rope for rope in ropes)
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         body: Any = getattr(self.language_model, "model", None)
@@ -113,12 +119,13 @@ class VlmModel(ReadsImages):
             object.__setattr__(body, "_deepstack_process", partial(_add_deepstack, original))
         if type(body).__name__ == "Ministral3":
             body.__class__ = _by_row(type(body))
+        mend(self.language_model)
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, image_rows: ImageRows | None = None) -> Any:
         """Logits `[B, L, vocabulary]` for ids `[B, L]`."""
         more = {} if image_rows is None else self._arguments(ids, image_rows)
         if self.has_positions and "position_ids" not in more:
-            more["position_ids"] = _text_positions(ids, cache or ())
+            more["position_ids"] = _text_positions(ids, cache or (), self._has_axes)
         output = self.language_model(ids, cache=cache, **more)
         return getattr(output, "logits", output)
 
@@ -201,8 +208,8 @@ def _by_row(body_class: type[nn.Module]) -> type[nn.Module]:
     return type(body_class.__name__, (body_class,), {"__call__": call})
 
 
-def _text_positions(ids: mx.array, caches: Sequence[Any]) -> mx.array:
-    """Positions `[3, B, L]` of text tokens: equal in all axes."""
+def _text_positions(ids: mx.array, caches: Sequence[Any], has_axes: bool) -> mx.array:
+    """Positions of text tokens: equal in all axes, `[3, B, L]`, or `[B, L]`."""
     offset = next((cache.offset for cache in caches if hasattr(cache, "update_and_fetch")), 0)
     rows = mx.array(offset, dtype=mx.int32).reshape(-1, 1) + mx.arange(ids.shape[1], dtype=mx.int32)
-    return mx.broadcast_to(rows, (3, *ids.shape))
+    return mx.broadcast_to(rows, (3, *ids.shape) if has_axes else ids.shape)

@@ -17,6 +17,9 @@ from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
+from tests.conformance import Subject, check_crowd
+
+TOLERANCE = 5e-5
 
 _TEXT = {
     "vocab_size": 320,
@@ -72,11 +75,80 @@ def _around(model_type: str, text: dict[str, Any], /, **vision: Any) -> dict[str
 SERVED = {
     "aya_vision": _around("aya_vision", _text("cohere2")),
     "cohere2_moe": _text("cohere2_moe", **_EXPERTS),
+    "glm5_next": _around(
+        "glm5_next",
+        _text(
+            "glm5_next_text",
+            **{**_MLA, "qk_rope_head_dim": 0},
+            linear_head_dim=16,
+            linear_num_heads=4,
+            index_head_dim=16,
+            index_n_heads=4,
+            index_topk=8,
+            index_kpool=4,
+            layer_types=["linear_attention", *["deepseek_sparse_attention"] * 3],
+            indexer_types=["full", "full", "shared", "full"],
+        ),
+        depth=1,
+        num_heads=2,
+        out_hidden_size=64,
+    ),
+    "hy_v4": _text("hy_v4", **_MLA, index_head_dim=16, index_n_heads=2, index_topk=16),
     "internvl_chat": _around("internvl_chat", _text("qwen2")),
     "k2_horizon": _text("k2_horizon"),
     "llava_next": _around("llava_next", _text("llama"), model_type="clip_vision_model", projection_dim=64),
+    "minimax_m3": _text(
+        "minimax_m3",
+        dense_intermediate_size=64,
+        shared_intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_layer_freq=[0, 1, 1, 1],
+        sparse_attention_config={
+            "use_sparse_attention": True,
+            "sparse_attention_freq": [0, 1, 1, 1],
+            "sparse_index_dim": 16,
+            "sparse_num_index_heads": 2,
+            "sparse_block_size": 4,
+            "sparse_topk_blocks": 4,
+        },
+    ),
     "mistral_large3": _around("mistral_large3", _text("mistral_large3", **_MLA), model_type="pixtral"),
     "molmo2": _around("molmo2", _text("molmo2_text")),
+    "qwen4_exp": _around(
+        "qwen4_exp",
+        _text(
+            "qwen4_exp",
+            **_EXPERTS,
+            hc_lowrank=16,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_conv_kernel_dim=4,
+            shared_expert_intermediate_size=32,
+            full_attention_interval=2,
+            ple_layer_ids=[1],
+            ple_embed_dim=64,
+            ngram_vocab_size_base=50,
+            split_ngram_parts=2,
+            heads_per_ngram=2,
+            indexer_head_dim=16,
+            indexer_budget=8,
+            indexer_compress_ratio=4,
+            eos_token_id=2,
+            rope_parameters={
+                "type": "default",
+                "mrope_section": [1, 1, 0],
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        ),
+        model_type="qwen4_exp",
+        depth=1,
+        num_heads=2,
+        out_hidden_size=64,
+    ),
     "xing4_0": _text("xing4_0"),
 }
 
@@ -99,22 +171,7 @@ REFUSED = {
             sliding_window=32,
             num_nextn_predict_layers=0,
         ),
-        "keeps its state in a PoolingCache, which is not supported",
-    ),
-    "hy_v4": (
-        _text("hy_v4", **_MLA, index_head_dim=16, index_n_heads=2, index_topk=64),
-        "keeps its state in a HyV4KVCache, which is not supported",
-    ),
-    "minimax_m3": (
-        _text(
-            "minimax_m3",
-            dense_intermediate_size=64,
-            shared_intermediate_size=32,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            moe_layer_freq=[0, 1, 1, 1],
-        ),
-        "keeps its state in a MiniMaxM3KVCache, which is not supported",
+        "Rows of 16 numbers for 128 tokens each are not supported",
     ),
     "paligemma": (
         _around("paligemma", _text("gemma"), projection_dim=64),
@@ -146,7 +203,7 @@ def _run(config: dict[str, Any]) -> tuple[Any, str]:
 @pytest.mark.parametrize("model_type", SERVED)
 def test_text_parts_pass_the_probe_and_are_mlx_vlms_own(model_type: str) -> None:
     model, level = _run(SERVED[model_type])
-    assert level in ("ragged", "mixers")
+    assert level in ("ragged", "mixers"), level
     module = vlm_module(f"models.{model_type}")
     plain = module.Model(model.config)
     plain.load_weights(tree_flatten(model.parameters()))
@@ -154,6 +211,13 @@ def test_text_parts_pass_the_probe_and_are_mlx_vlms_own(model_type: str) -> None
     caches = vlm_module("models.cache").make_prompt_cache(plain.language_model)
     wanted = plain.language_model(ids, cache=caches).logits
     assert mx.allclose(model(ids, cache=model.make_cache()), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_answers_in_a_crowd_are_those_given_alone(model_type: str) -> None:
+    row = check_crowd(Subject(model_type, SERVED[model_type]))
+    assert row.worst_error <= TOLERANCE
+    assert row.calls_per_step == 1
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

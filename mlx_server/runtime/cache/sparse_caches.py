@@ -1,0 +1,161 @@
+"""Caches of mlx-vlm's layers that choose which tokens they attend to, in blocks and slots. These layers run on one
+request at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.attention.cache_views import PagedView, RowGroup, StateView, UnpageableError
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.kv_cache import ListLayerCache, PagedLayerCache, StateLayerCache
+from mlx_server.runtime.cache.row_pool import Slots
+
+
+class IndexedLayerCache(ListLayerCache):
+    """K/V and the index keys of each token, for mlx-vlm's caches that hold both: a `PagedLayerCache` for each."""
+
+    @property
+    def offset(self) -> mx.array | None:
+        offset: mx.array | None = self[0].offset
+        return offset
+
+    @property
+    def _offset(self) -> int:
+        offset: int = self[0]._offset
+        return offset
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self[0].make_mask(N, return_array, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        raise UnpageableError("K/V of several requests, to choose from them")
+
+    def view(self, group: RowGroup) -> IndexedView:
+        view: IndexedView = self[0].view(group, IndexedView)
+        view.index = self[1].view(group)
+        return view
+
+
+class IndexedView(PagedView):
+    """A request's K/V, with the methods that layers call for its index keys."""
+
+    index: PagedView
+
+    def update_index_and_fetch(self, keys: mx.array) -> mx.array:
+        """MiniMax M3's: stores the keys of new tokens, `[1, H, length, dim]`, and returns those of the context."""
+        return self.index.update_and_fetch(keys, keys[..., :0])[0]
+
+    def update_indexer(self, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Qwen4-Exp's, with keys `[1, length, dim]`: also returns the positions of the context, which are those of a
+        text. The layer computes the keys of its blocks again in each step."""
+        known = self.update_index_and_fetch(keys[:, None])[:, 0]
+        everywhere = mx.arange(known.shape[1], dtype=positions.dtype)
+        return known, mx.broadcast_to(everywhere, (*positions.shape[:-1], known.shape[1]))
+
+
+class PooledLayerCache(ListLayerCache):
+    """What mlx-vlm's `PoolingCache` keeps: a row for each window of `ratio` tokens, and the tokens since the last one.
+
+    A window's row is stored in parts, one in the slot of each of its last tokens. They are in one block, so blocks that
+    are full, and may be shared, are never written. The tokens are a recurrent state. It also has the window before
+    them, because the row of a window may depend on that.
+    """
+
+    ratio: int
+
+    @classmethod
+    def of(cls, ratio: int, tokens: Sequence[mx.array], row: mx.array) -> PooledLayerCache:
+        """`tokens` are arrays `[1, N, dim]` of what is pooled, and `row` `[1, W, dim]` of windows. Raises
+        `ModelLoadError`."""
+        num_parts, dim = math.gcd(ratio, BLOCK_SIZE), row.shape[-1]
+        if dim % num_parts:
+            raise ModelLoadError(f"Rows of {dim} numbers for {ratio} tokens each are not supported.")
+        states = [mx.zeros((1, 2 * ratio, side.shape[-1]), side.dtype) for side in tokens]
+        self = cls([StateLayerCache(states), PagedLayerCache(None, LayerSpec(1, dim // num_parts, 0, row.dtype))])
+        self.ratio = ratio
+        return self
+
+    def view(self, group: RowGroup) -> PooledView:
+        view: PooledView = self[1].view(group, PooledView)
+        view.ratio, view.tokens = self.ratio, self[0].view(group)
+        return view
+
+
+class PooledView(PagedView):
+    """A request's windows, with the methods of mlx-vlm's `PoolingCache`."""
+
+    ratio: int
+    tokens: StateView
+
+    @property
+    def offset(self) -> int:
+        """The number of windows."""
+        return self.size() // self.ratio
+
+    def accumulate_windows(self, values: mx.array, gates: mx.array, offset: int) -> tuple[mx.array, mx.array, int]:
+        """Takes those of new tokens, `[1, length, dim]`; returns those of the windows that they complete and of the
+        window before, and the position of their first. `offset` is the position of the first new token."""
+        kept, length = 2 * self.ratio, values.shape[1]
+        self._num_new = length
+        num_before = offset % self.ratio + (self.ratio if offset >= self.ratio else 0)
+        num_new = (offset + length) // self.ratio - offset // self.ratio
+        num_ready = num_before - offset % self.ratio + num_new * self.ratio if num_new else 0
+        ready = []
+        for index, new in enumerate((values, gates)):
+            state = self.tokens[index]
+            before = mx.zeros((1, kept, new.shape[-1]), new.dtype) if state is None else state
+            known = mx.concatenate([before, new], axis=1)
+            self.tokens[index] = known[:, -kept:]
+            ready.append(known[:, kept - num_before :][:, :num_ready])
+        return ready[0], ready[1], offset - num_before
+
+    def update_and_fetch(self, rows: mx.array) -> mx.array:  # type: ignore[override]
+        """Stores the rows of the windows that `accumulate_windows` returned, and returns those of all windows: `[1, W,
+        dim]`."""
+        num_parts, end = math.gcd(self.ratio, BLOCK_SIZE), self.offset
+        first = int(self._group.starts[0]) // self.ratio
+        windows = np.arange(end)[:, None] * self.ratio + np.arange(self.ratio - num_parts, self.ratio)
+        slots = self._places.context_slots.numbers[0][windows]
+        if end > first:
+            new = rows[:, first - end :].reshape(-1, 1, rows.shape[-1] // num_parts)
+            self._pool.keys.write(Slots(slots[first:].reshape(-1)), new)
+        if not end:
+            return rows
+        return self._pool.keys.read(Slots(slots)).reshape(1, end, rows.shape[-1])
+
+    def make_mask(self, N: int = 1, offset: int = 0, *_: Any) -> mx.array | None:
+        """Which windows are complete before the end of each of N tokens from `offset` on, `[N, W]`; None if all are."""
+        if N == 1 or not self.offset:
+            return None
+        return mx.arange(self.offset) < mx.arange(offset + 1, offset + N + 1)[:, None] // self.ratio
+
+
+class UnkeptLayerCache(ListLayerCache):
+    """A cache that layers do not write in every step: they can do without, so nothing is kept."""
+
+    def view(self, group: RowGroup) -> UnkeptView:
+        return UnkeptView(group)
+
+
+class UnkeptView:
+    """An empty cache. Layers that see a text's first tokens may store theirs."""
+
+    offset = 0
+
+    def __init__(self, group: RowGroup) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if not self._group.is_fresh:
+            raise UnpageableError("what another step may not have stored")
+        return keys, values
