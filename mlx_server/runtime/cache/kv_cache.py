@@ -195,6 +195,9 @@ class StateLayerCache:
     def make_mask(self, N: int) -> None:
         """Nothing is padded."""
 
+    def advance(self, N: int) -> None:
+        """Nothing is padded."""
+
     def __getitem__(self, index: int) -> mx.array:
         raise UnpageableError("the recurrent state of a whole batch")
 

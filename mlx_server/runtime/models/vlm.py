@@ -108,8 +108,9 @@ class VlmModel(ReadsImages):
 
     @property
     def _has_axes(self) -> bool:
+        """Whether the language part rotates by positions in several axes, also those of texts."""
         ropes = [getattr(self.args, name, None) or {} for name in ("rope_scaling", "rope_parameters")]
-        return any("mrope_section" in rope for rope in ropes)
+        return hasattr(self.args, "mrope_section") or any("mrope_section" in rope for rope in ropes)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
