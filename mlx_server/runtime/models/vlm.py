@@ -7,7 +7,7 @@ import copy
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -19,7 +19,6 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.models.vlm_mends import mend
 from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
 _PACKAGE = "mlx_vlm"
@@ -120,7 +119,7 @@ class VlmModel(ReadsImages):
             object.__setattr__(body, "_deepstack_process", partial(_add_deepstack, original))
         if type(body).__name__ == "Ministral3":
             body.__class__ = _by_row(type(body))
-        mend(self.language_model)
+        _mend(self.language_model)
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, image_rows: ImageRows | None = None) -> Any:
         """Logits `[B, L, vocabulary]` for ids `[B, L]`."""
@@ -214,3 +213,22 @@ def _text_positions(ids: mx.array, caches: Sequence[Any], has_axes: bool) -> mx.
     offset = next((cache.offset for cache in caches if hasattr(cache, "update_and_fetch")), 0)
     rows = mx.array(offset, dtype=mx.int32).reshape(-1, 1) + mx.arange(ids.shape[1], dtype=mx.int32)
     return mx.broadcast_to(rows, (3, *ids.shape) if has_axes else ids.shape)
+
+
+def _mend(language_model: nn.Module) -> None:
+    """Mends what the probe at load may not see: it occurs with longer or shorter texts."""
+    object.__setattr__(language_model, "_batch_invariant_decode", None)  # Qwen's, which goes around the layers
+    for part in language_model.modules():
+        kind = type(part).__name__
+        if kind == "HyV4Indexer":  # its compiled choice of keys is right for the first context's length only
+            part.__class__ = type(part).__base__
+        elif kind == "Qwen4ExpQSAIndexer":
+            object.__setattr__(part, "build_mask", partial(_mask_within, part.build_mask))
+
+
+def _mask_within(build_mask: Callable[[Any], mx.array], selection: Any) -> mx.array:
+    """The mask of the blocks that are chosen, of which -1 means none. mlx-vlm writes to four places before the mask for
+    a block -1, which in contexts of two tokens are not in the array."""
+    chosen = selection.selected_blocks
+    selection.selected_blocks = mx.where(chosen < 0, selection.key_len, chosen)  # behind the mask: not written
+    return build_mask(selection)
