@@ -132,7 +132,7 @@ def _change(folder: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"backbone_hidden_size": 96}, "its backbone_hidden_size is 96, the model has 64; take the assistant made for"),
+        ({"backbone_hidden_size": 80}, "its backbone_hidden_size is 80, the model has 96; take the assistant made for"),
         ({"vocab_size": 400}, "its vocab_size is 400, the model has 320"),
         ({"head_dim": 32}, "its head_dim of sliding_attention is 32, the model has 16"),
         ({"num_attention_heads": 3}, "its 3 heads cannot share the model's 2"),
@@ -163,7 +163,7 @@ def test_its_memory_is_estimated_with_the_states_that_are_kept(tmp_path: Path) -
         assert llm.engine._parts is not None
         draft = llm.engine._parts.draft
         assert draft is not None
-        assert draft.state_bytes == 4 * HELD_BY_ASSISTANTS * 64 * 4
+        assert draft.state_bytes == 4 * HELD_BY_ASSISTANTS * 96 * 4
         assert both.kv_bytes - alone.kv_bytes == draft.state_bytes
         assert draft.kv_bytes - draft.state_bytes < 4096, "its blocks take no memory"
         assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
