@@ -91,6 +91,25 @@ def test_a_random_draft_model_changes_no_answer(num_blocks: int | None) -> None:
 
 
 @pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("architecture", ["mistral4", "gpt_bigcode"])
+def test_a_model_drafts_however_much_of_it_runs_by_group(architecture: str) -> None:
+    """Of the same weights: it is always right."""
+    subject = Subject(architecture)
+    same = LoadedModel("same", subject.model, subject.config, None)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+
+    def answers(**settings: Any) -> tuple[list[tuple[int, ...]], LLM]:
+        with subject.make_llm(**settings) as llm:
+            assert llm.info.level.startswith("whole model")
+            return [one.token_ids for one in llm.generate(_PROMPTS[:3], sampling, use_tqdm=False)], llm
+
+    plain, _ = answers(speculate="off")
+    drafted, llm = answers(speculate="model", draft_model=same)
+    assert drafted == plain
+    assert llm.stats().num_accepted_tokens == llm.stats().num_draft_tokens > 20
+
+
+@pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(
     ("architecture", "speculate"),
     [
