@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,13 @@ def predict_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
     thread. Raises `ModelLoadError` if the configuration shows that the model cannot be served.
 
     MLX keeps compiled functions for each thread until it ends. A worker thread may end together with Python, and then
-    the process aborts (mlx#4110). So this runs in a thread of its own, which clears them while Python is there.
+    the process aborts (mlx#4110). So this runs in a thread of its own, which clears them while Python is there. MLX
+    gives each thread a stream, whose own thread never ends; so these threads share one.
     """
+    stream = _shared_stream()
 
     def cache() -> PagedKVCache:
+        mx.set_default_stream(stream)
         try:
             return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
         finally:
@@ -137,6 +140,11 @@ def predict_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
 
     with ThreadPoolExecutor(1, thread_name_prefix="blueprint") as thread:
         return thread.submit(cache).result()
+
+
+@lru_cache(maxsize=1)
+def _shared_stream() -> mx.Stream:
+    return mx.new_thread_unsafe_stream(mx.default_device())
 
 
 def bfloat16_shapes(config: Mapping[str, Any], *, sees: bool = False) -> list[tuple[int, ...]]:

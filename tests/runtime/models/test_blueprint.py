@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import psutil
+
+from mlx_server.runtime.models.blueprint import predict_cache
+from tests.tiny_models import tiny_model
 
 ENDS_AT_ONCE = """
 import threading, time
@@ -35,3 +42,17 @@ thread.join()
 def test_a_process_may_end_right_after_a_worker_thread_has_described_a_model() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_description_leaves_no_thread_behind() -> None:
+    """On a CPU, MLX starts a thread for each stream that there is when it clears its caches, and ends none."""
+    config = dict(tiny_model("llama").config)
+
+    def num_threads() -> int:
+        for _ in range(20):
+            predict_cache(config, "float32")
+        mx.clear_cache()
+        return psutil.Process().num_threads()
+
+    with ThreadPoolExecutor(1) as worker:  # as the server's: not the thread in which models are computed
+        assert worker.submit(num_threads).result() == worker.submit(num_threads).result()
