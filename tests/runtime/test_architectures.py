@@ -211,9 +211,33 @@ class OneCache(nn.Module):
         return mx.zeros((*inputs.shape, 8))
 
 
+class Ring(KVCache):
+    """Keeps the last tokens only, by an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 8
+
+
+class Masked(KVCache):
+    """Hides tokens."""
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class Growing(KVCache):
+    """Only grows in other steps."""
+
+    step = 512
+
+
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
+        (Ring(), "Layer 0 keeps its state in a Ring, which is not supported"),
+        (Masked(), "Layer 0 keeps its state in a Masked, which is not supported"),
+        (Growing(), "Layer 0 has a cache but stores nothing in it"),
         (ArraysCache(1), "Layer 0 keeps a recurrent state that grows after 9 tokens"),
         (RotatingKVCache(64, keep=4), "Layer 0 keeps its first 4 tokens outside its sliding window"),
         (CacheList(KVCache(), QuantizedKVCache()), "Layer 0 keeps its state in a QuantizedKVCache"),

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.blueprint import model_classes
+from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.conformance import Subject, check_crowd
 
@@ -291,6 +292,13 @@ def test_answers_in_a_crowd_are_mlx_vlms_own(model_type: str) -> None:
     caches = vlm_module("models.cache").make_prompt_cache(plain.language_model)
     wanted = plain.language_model(ids, cache=caches).logits
     assert mx.allclose(model(ids, cache=model.make_cache()), wanted, atol=1e-4)
+
+
+def test_a_prompt_of_two_tokens_writes_nothing_beside_its_arrays() -> None:
+    """It overwrote the size of an array, which MLX then counts as free."""
+    model = build_random(SERVED["qwen4_exp"], 0)
+    mx.eval(model(mx.array([[1, 2]]), cache=model.make_cache()))
+    assert mx.get_active_memory() < 2**32
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
