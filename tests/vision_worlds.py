@@ -235,6 +235,7 @@ CONFIGS["ministral3"] = {
 CONFIGS["gemma4_moe"] = {
     **CONFIGS["gemma4"],
     "model_type": "gemma4",
+    "vision_config": {**_POOLED, "standardize": True},
     "text_config": {
         **_WINDOWED,
         **_SEES,

@@ -279,8 +279,8 @@ class ImageEncoder:
 
 
 def encode(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
-    """Encodes an image with `model`; `token_ids` are its placeholders. Submits the work and does not wait for it; Gemma
-    4's code waits for the work before it. Raises whatever the model's code raises."""
+    """Encodes an image with `model`; `token_ids` are its placeholders. Submits the work and does not wait. Raises
+    whatever the model's code raises."""
     arrays = {name: mx.array(value) for name, value in inputs.items()}
     encoded = model.embed_image(mx.array([list(token_ids)]), arrays)
     mx.async_eval(encoded.embeddings, *encoded.deepstack)  # type: ignore[no-untyped-call]

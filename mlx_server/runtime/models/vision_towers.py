@@ -48,7 +48,16 @@ def _qwen_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: m
 
 
 def _embed_gemma(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
-    embeddings: mx.array = model.embed_vision(model.vision_tower(inputs["pixel_values"], inputs["image_position_ids"]))
+    """As the tower's own call, which waits for the device to count the patches without padding: here all are."""
+    tower, places = model.vision_tower, inputs["image_position_ids"]
+    is_padding = mx.zeros(places.shape[:2], mx.bool_)
+    hidden = tower.patch_embedder.embed_patches(inputs["pixel_values"], places, is_padding)
+    hidden = tower.encoder(hidden, places, None)
+    num_tokens = places.shape[1] // tower.pooling_kernel_size**2
+    pooled, _ = tower.pooler(hidden, places, is_padding, output_length=num_tokens)
+    if tower.config.standardize:
+        pooled = (pooled - tower.std_bias) * tower.std_scale
+    embeddings: mx.array = model.embed_vision(pooled)
     return embeddings[0]
 
 
@@ -195,7 +204,7 @@ def _mrope_sections(config: Any) -> list[int]:
 
 
 class _Axes:
-    """The positions of the running call's rows, `[B * L]` for each axis, or one for all axes where they are equal; None
+    """The positions of the running call's rows, `[B * L]` for each axis, or one for all axes where they are equal; empty
     outside of calls with images."""
 
     def __init__(self) -> None:

@@ -137,6 +137,21 @@ def test_a_layer_that_mlx_vlm_computes_otherwise_is_found_at_load(qwen: Path, mo
     assert "with an image its logits differ by" in blindness(qwen)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4", "gemma4_moe", "gemma4_unified"])
+def test_encoding_does_not_wait_for_the_device(model_type: str) -> None:
+    """A step is running meanwhile, and the next one could not be launched. What waits cannot be compiled."""
+    model, inputs = tiny_vlm(model_type).loaded.model, picture(model_type, 1).inputs
+    pixels = mx.array(inputs["pixel_values"])
+    others = {name: mx.array(array) for name, array in inputs.items() if name != "pixel_values"}
+
+    def embed(pixels: mx.array) -> mx.array:
+        made: mx.array = model.family.embed(model, {"pixel_values": pixels, **others})
+        return made
+
+    found = mx.compile(embed)(pixels)
+    assert mx.allclose(found, embed(pixels), atol=1e-4)
+
+
 def test_folders_without_the_extra_are_served_as_text(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_server.runtime.models import vlm
 
