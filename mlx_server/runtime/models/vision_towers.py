@@ -204,8 +204,8 @@ def _mrope_sections(config: Any) -> list[int]:
 
 
 class _Axes:
-    """The positions of the running call's rows, `[B * L]` for each axis, or one for all axes where they are equal; empty
-    outside of calls with images."""
+    """The positions of the running call's rows, `[B * L]` for each axis, or one for all axes where they are equal.
+    Empty outside of calls with images."""
 
     def __init__(self) -> None:
         self.positions: Sequence[mx.array] = ()
