@@ -26,23 +26,24 @@ from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
 from mlx_server.engine.memory.need import estimate_heads
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_BY_ASSISTANTS, num_with_features
+from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, num_with_features
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.drafts.assistant import AssistantModel, load_assistant, reads
 from mlx_server.runtime.drafts.block_drafter import BlockModel, load_block_drafter
+from mlx_server.runtime.drafts.eagle import EagleModel, load_eagle
 from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, layers_of, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import FeatureStates
 from mlx_server.runtime.drafts.runner import AssistantFeed, BlockFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.folder import is_assistant, only_drafts, read_model_json
+from mlx_server.runtime.models.folder import is_assistant, is_block_drafter, only_drafts, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces
 from mlx_server.runtime.models.resolve import find_folder
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Head = HeadModel | BlockModel | AssistantModel
+_Head = HeadModel | BlockModel | AssistantModel | EagleModel
 InPieces = Callable[[Pieces[Any]], Awaitable[Any]]
 """Does work on the MLX thread, with other models' steps in between, and returns its result."""
 
@@ -78,7 +79,9 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     folder = await asyncio.to_thread(find_model, settings)
     described = {} if folder is None else await asyncio.to_thread(read_model_json, folder / "config.json")
     if folder is not None and only_drafts(described):
-        load = load_assistant if is_assistant(described) else load_block_drafter
+        load = load_block_drafter
+        if not is_block_drafter(described):
+            load = load_assistant if is_assistant(described) else load_eagle
         return await run(load(settings.model, folder, target, settings.dtype))
     if folder is not None and tokenizer is not None:
         own = await asyncio.to_thread(Tokenizer.from_folder, folder, trust_remote_code=settings.trust_remote_code)
@@ -164,7 +167,7 @@ async def make_draft(
     it computes up to `largest_chunk` tokens of a prompt at a time. Raises as `make_runner` does, and `ModelLoadError`
     for a draft model with recurrent state."""
     has_text, model_kind = loaded.folder is not None, loaded.model
-    head = model_kind if isinstance(model_kind, HeadModel | BlockModel | AssistantModel) else None
+    head = model_kind if isinstance(model_kind, HeadModel | BlockModel | AssistantModel | EagleModel) else None
     if not has_text and loaded.vocab_size != target.vocab_size:
         sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
@@ -232,7 +235,7 @@ def _fault(info: RunnerInfo, target: ModelRunner, head: _Head | None) -> str | N
     is_head = head is not None
     if is_head and info.level.startswith(Scope.MODEL):
         return "mlx-lm's code for it does not run in a paged batch"
-    if is_head and not target.forward.can_select_rows:
+    if isinstance(head, HeadModel) and not target.forward.can_select_rows:
         return (
             "a head reads the hidden states before the output matrix, which mlx-lm's code for the model does not give"
         )
@@ -253,12 +256,18 @@ def _feed(head: _Head, target: ModelRunner, num_requests: int) -> HeadFeed:
         size, dtype = body.post_projection.weight.shape[0], body.norm.weight.dtype
         states = HiddenStates(make_rows, num_requests, size, dtype, HELD_BY_ASSISTANTS)
         return AssistantFeed(body, states, target)
+    layers = layers_of(target.forward.model)
+    if isinstance(head, EagleModel):
+        tapped = [layers[index] for index in head.model.shape.tapped(len(layers))]
+        (size,), dtype = body.norm.weight.shape, body.norm.weight.dtype
+        features = FeatureStates(tapped, body.features, make_rows, num_requests, size, dtype, HELD_STATES)
+        return HeadFeed(body.link, features)
     (size,), dtype = body.hidden_norm.weight.shape, body.hidden_norm.weight.dtype
     if isinstance(head, HeadModel):
         return HeadFeed(body.link, HiddenStates(make_rows, num_requests, size, dtype))
-    layers = layers_of(target.forward.model)
-    tapped = [layers[layer_id] for layer_id in body.shape.target_layer_ids]
-    states = FeatureStates(tapped, body.features, make_rows, num_with_features(num_requests), size, dtype)
+    tapped = [layers[layer_id] for layer_id in head.model.shape.target_layer_ids]
+    num_kept = num_with_features(num_requests)
+    states = FeatureStates(tapped, body.features, make_rows, num_kept, size, dtype, HELD_FEATURES)
     return BlockFeed(body, states)
 
 

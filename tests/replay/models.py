@@ -11,6 +11,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.runtime.drafts.assistant import AssistantModel, build_assistant
+from mlx_server.runtime.drafts.eagle import EagleBody, EagleModel, EagleShape
 from mlx_server.runtime.drafts.heads import FAMILIES, HeadBody, HeadFiles, HeadModel, link_to, text_part
 from mlx_server.runtime.models.blueprint import build_blank
 from mlx_server.runtime.models.loader import LoadedModel
@@ -158,6 +159,16 @@ def build_assistant_of(config: dict[str, Any], model: nn.Module) -> AssistantMod
     assistant = build_assistant(described, LoadedModel("model", model, config, None))
     assistant.set_dtype(mx.bfloat16)
     packed: AssistantModel = _packed(assistant, None)
+    return packed
+
+
+def build_eagle_of(config: dict[str, Any], model: nn.Module) -> EagleModel:
+    """An EAGLE-3 drafter of `model` with one layer like its own, built like `build(config)`."""
+    shape = EagleShape.of({**config, "num_hidden_layers": 1, "draft_vocab_size": 32000})
+    body = EagleBody(shape, config["hidden_size"], link_to(text_part(model)), embeds=False)
+    eagle = EagleModel(body, config["vocab_size"], has_output=True)
+    eagle.set_dtype(mx.bfloat16)
+    packed: EagleModel = _packed(eagle, 4)
     return packed
 
 

@@ -10,20 +10,21 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_server.outputs import SchedulerOutput
+from mlx_server.outputs import HELD_STATES, SchedulerOutput
 from mlx_server.runtime.attention.regroup import possible_levels
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
+from mlx_server.runtime.drafts.layer_taps import FeatureStates
 from mlx_server.runtime.drafts.runner import AssistantFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
@@ -97,14 +98,14 @@ def recording(
 
 def record_drafting(
     config: dict[str, Any],
-    draft_config: dict[str, Any] | None,
+    draft_config: dict[str, Any] | Literal["eagle"] | None,
     traffic: Drafting,
     *,
     num_rounds: int = 2,
     num_blocks: int = 256,
 ) -> Graph:
-    """Like `record`, for a model with a draft model of `draft_config`, or with its own head if there is none, or its
-    assistant if it is a Gemma 4: in each round a burst of drafts, and the step that checks them."""
+    """Like `record`, for a model with a draft model of `draft_config`, an EAGLE-3 drafter, or its own head if there is
+    none, or its assistant if it is a Gemma 4: in each round a burst of drafts, and the step that checks them."""
     install_seam()
     with _kernel_names() as names:
         vocab_size = config["vocab_size"]
@@ -116,6 +117,15 @@ def record_drafting(
             with _untried():
                 states = HiddenStates(target.cache.backend.make_rows, 4, config["hidden_size"], mx.bfloat16)
             feed = AssistantFeed(assistant.model, states, target)
+        elif draft_config == "eagle":
+            eagle = models.build_eagle_of(config, target.forward.model)
+            draft = _make_runner(eagle, vocab_size, num_blocks, None)
+            body, layers = eagle.model, target.forward.model.layers
+            tapped = [layers[index] for index in body.shape.tapped(len(layers))]
+            with _untried():
+                make_rows, size = target.cache.backend.make_rows, config["hidden_size"]
+                features = FeatureStates(tapped, body.features, make_rows, 4, size, mx.bfloat16, HELD_STATES)
+            feed = HeadFeed(body.link, features)
         elif draft_config is None:
             head = models.build_head(config, target.forward.model)
             draft = _make_runner(head, vocab_size, num_blocks, None)

@@ -68,6 +68,13 @@ def test_bursts_of_an_assistant() -> None:
     assert found_pairs(graph) == []
 
 
+def test_bursts_of_an_eagle_drafter() -> None:
+    """The outputs of some layers are kept as features."""
+    graph = record_drafting(config_of("llama-3-8b", 12), "eagle", Drafting())
+    assert copied_updates(graph) == []
+    assert found_pairs(graph) == []
+
+
 def test_rows_that_are_read_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     read = RowsInPlace.read
 

@@ -16,7 +16,7 @@ from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, Model
 from mlx_server.engine.loading import draft_model_named, find_model
 from mlx_server.engine.vision.seeing import most_pixels
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, num_with_features
+from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
@@ -31,8 +31,9 @@ from mlx_server.runtime.models.blueprint import bfloat16_shapes, predict_cache, 
 from mlx_server.runtime.models.folder import (
     CONTEXT_KEYS,
     TensorHeader,
+    drafter_as_model,
     is_assistant,
-    is_block_drafter,
+    only_drafts,
     read_headers,
     read_model_json,
 )
@@ -326,12 +327,8 @@ def _estimate_model(config: Config) -> MemoryNeed:
         stored = {kind}
     else:
         described = read_model_json(folder / "config.json")
-        if is_block_drafter(described):
-            described = {"tie_word_embeddings": True, **described, "model_type": "qwen3", "dflash_config": None}
-            held = num_with_features(config.scheduler.max_num_seqs) * HELD_FEATURES
-            held *= _first_size(described, "hidden_size")
-        elif is_assistant(described):
-            held = config.scheduler.max_num_seqs * HELD_BY_ASSISTANTS * _first_size(described, "backbone_hidden_size")
+        if only_drafts(described):
+            described, held = drafter_as_model(described, config.scheduler.max_num_seqs)
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
         sees = num_ranks == 1 and not why_no_vision(folder)

@@ -30,7 +30,15 @@ from mlx_server.runtime.attention.cache_views import StepMask
 from mlx_server.runtime.attention.interface import StepPlan
 from mlx_server.runtime.attention.seam import caches_in_use
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
-from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, quantize_as_stored, text_part
+from mlx_server.runtime.drafts.heads import (
+    HeadLink,
+    body_name,
+    layers_of,
+    link_to,
+    quantize_as_stored,
+    scattered,
+    text_part,
+)
 from mlx_server.runtime.models.folder import read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
@@ -73,8 +81,7 @@ class ClusteredHead(nn.Module):  # type: ignore[misc]
         clusters = self.token_ordering.reshape(scores.shape[-1], -1)
         tokens = clusters[chosen].flatten(-2)
         logits = (embedding(tokens) @ hidden[..., None])[..., 0]
-        others = mx.broadcast_to(logits.min(axis=-1, keepdims=True) - 1, (*hidden.shape[:-1], self.token_ordering.size))
-        return mx.put_along_axis(others, tokens, logits, axis=-1)
+        return scattered(logits, tokens, self.token_ordering.size)
 
 
 class AssistantBody(nn.Module):  # type: ignore[misc]

@@ -216,6 +216,13 @@ def link_to(owner: Any) -> HeadLink:
     )
 
 
+def scattered(logits: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
+    """Logits `[..., vocab_size]` with `logits` `[..., N]` at `tokens` `[..., N]`; all others are less than any of
+    these."""
+    others = mx.broadcast_to(logits.min(axis=-1, keepdims=True) - 1, (*logits.shape[:-1], vocab_size))
+    return mx.put_along_axis(others, tokens, logits, axis=-1)
+
+
 def body_name(owner: nn.Module) -> str:
     """The attribute of a `text_part` that has all but the output matrix."""
     return _name(owner, "model", "backbone")

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.outputs import HELD_FEATURES, ScheduledChunk
+from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.cache.row_pool import MakeRows
 from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.layers.products import mix_in
@@ -93,8 +93,9 @@ class FeatureStates(HiddenStates):
         num_requests: int,
         size: int,
         dtype: mx.Dtype,
+        num_held: int,
     ) -> None:
-        super().__init__(make_rows, num_requests, size, dtype, HELD_FEATURES)
+        super().__init__(make_rows, num_requests, size, dtype, num_held)
         self._project = project
         self._taps = LayerTaps(layers)  # last: an error before leaves the model as it was
 

@@ -50,11 +50,11 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[type[nn.Module], Any]:
     """mlx-lm's classes for the model and for its arguments; mlx-vlm's if mlx-lm has none. With the vision encoder
     (`sees`) mlx-vlm's, or mlx-lm's with mlx-vlm's encoder. Raises `ModelLoadError` if neither knows `config`."""
+    if only_drafts(config):
+        raise ModelLoadError("It only drafts for another model: name that one, and this with --draft-model.")
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration has no model_type; add it to config.json.")
-    if only_drafts(config):
-        raise ModelLoadError("It only drafts for another model: name that one, and this with --draft-model.")
     if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
     others = _vlm_classes(config) if sees or not _is_in_mlx_lm(model_type) else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, num_with_features
 
 TensorHeader = dict[str, Any]
 """`dtype` in safetensors' names, `shape`, and `data_offsets` within the file's data."""
@@ -126,9 +127,35 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
+def is_eagle(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of an EAGLE-3 drafter (`drafts/eagle.py`)."""
+    kinds = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    return any(str(kind).lower().endswith("eagle3") for kind in kinds)
+
+
 def only_drafts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model that only drafts for another one, with that one's tokenizer."""
-    return is_block_drafter(config) or is_assistant(config)
+    return is_block_drafter(config) or is_assistant(config) or is_eagle(config)
+
+
+def eagle_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a Llama with the layers of an EAGLE-3 drafter."""
+    layers = dict(config.get("transformer_layer_config") or config)
+    theta = (layers.get("rope_parameters") or {}).get("rope_theta")
+    return {**layers, "model_type": "llama", **({} if theta is None else {"rope_theta": theta}), "architectures": None}
+
+
+def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict[str, Any], int]:
+    """The configuration of a model with the layers of one that `only_drafts`, or for an assistant, which keeps no K/V,
+    its own; and how many numbers the server keeps for it of at most `max_num_seqs` running requests."""
+    if is_assistant(config):
+        return {**config}, max_num_seqs * HELD_BY_ASSISTANTS * int(config.get("backbone_hidden_size", 0))
+    if is_block_drafter(config):
+        layers = {"tie_word_embeddings": True, **config, "model_type": "qwen3", "dflash_config": None}
+        held = num_with_features(max_num_seqs) * HELD_FEATURES
+    else:
+        layers, held = {**eagle_layers(config), "speculators_model_type": None}, max_num_seqs * HELD_STATES
+    return layers, held * int(layers.get("hidden_size", 0))
 
 
 def _config_faults(folder: Path) -> list[str]:
@@ -138,7 +165,7 @@ def _config_faults(folder: Path) -> list[str]:
         return ["config.json"]
     except (OSError, ValueError) as error:
         return [f"a readable config.json ({error})"]
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config, dict) or not (isinstance(config.get("model_type"), str) or is_eagle(config)):
         return ["model_type in config.json"]
     return [] if isinstance(config.get("text_config") or {}, dict) else ["an object as text_config in config.json"]
 

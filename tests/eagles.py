@@ -1,0 +1,113 @@
+"""Folders of tiny EAGLE-3 drafters, in the forms of vLLM's speculators and of SGLang, and drafts by mlx-vlm's code for
+them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_vlm.speculative.drafters.eagle3 import Model, ModelConfig
+
+from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
+
+LAYER_IDS = (1, 2, 3)
+"""Of a target with three layers; the input of a fourth one is the output of the third."""
+KINDS = ("speculators", "sglang", "whole vocabulary", "two layers")
+
+
+def eagle_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The config.json of a drafter for a model with the configuration `target`."""
+    layer = {
+        "model_type": "llama",
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": 96,
+        "num_hidden_layers": 2 if kind == "two layers" else 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "vocab_size": target["vocab_size"],
+        "max_position_embeddings": 4096,
+    }
+    size = target["vocab_size"] if kind == "whole vocabulary" else 120
+    if kind == "sglang":
+        own = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*LAYER_IDS], "use_aux_hidden_state": True}}
+        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, "draft_vocab_size": size, **own, **more}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": size,
+        "eagle_aux_hidden_state_layer_ids": [*LAYER_IDS],
+        "norm_before_residual": kind == "speculators",
+        "norm_before_fc": kind == "two layers",
+        **more,
+    }
+
+
+def their_eagle(config: dict[str, Any], seed: int = 3) -> Any:
+    """mlx-vlm's drafter with random weights."""
+    flat = {"transformer_layer_config": config, **config, **(config.get("eagle_config") or {})}
+    model = Model(ModelConfig.from_dict(flat))
+    keys = iter(mx.random.split(mx.random.key(seed), 200))
+    weights = {
+        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
+        if array.ndim == 1
+        else 0.15 * mx.random.normal(array.shape, key=key)
+        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
+    }
+    if "d2t" in weights:
+        size = weights["d2t"].size
+        chosen = np.sort(np.random.default_rng(seed).permutation(model.target_vocab_size)[:size])
+        weights["d2t"] = mx.array((chosen - np.arange(size)).astype(np.int32))
+    model.load_weights(list(weights.items()))
+    return model
+
+
+def save_eagle(path: Path, config: dict[str, Any], model: Any) -> str:
+    """The folder of a drafter, without a tokenizer and, if it is SGLang's form, with its names."""
+    path.mkdir(exist_ok=True)
+    weights = dict(tree_flatten(model.parameters()))
+    if "d2t" in weights:
+        weights |= {"d2t": weights["d2t"].astype(mx.int64), "t2d": mx.zeros((model.target_vocab_size,), mx.bool_)}
+    if "eagle_config" in config:
+        weights = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def folders(path: Path, kind: str, architecture: str = "llama") -> tuple[str, str, Any, Any]:
+    """The folders of a model and a drafter, mlx-lm's model and mlx-vlm's drafter."""
+    model, config = tiny_model(architecture)
+    own = eagle_config(kind, dict(config))
+    drafter = their_eagle(own)
+    path.mkdir(exist_ok=True)
+    target = save_model_folder(model, dict(config), path / "model", byte_tokenizer())
+    return str(target), save_eagle(path / "drafter", own, drafter), model, drafter
+
+
+def their_drafts(drafter: Any, target: Any, token_ids: Sequence[int], count: int) -> list[int]:
+    """What mlx-vlm's drafter drafts after `token_ids`, with features of all positions but the last."""
+    hidden, outputs = target.model.embed_tokens(mx.array([token_ids[:-1]])), []
+    for layer in target.model.layers:
+        hidden = layer(hidden, "causal")
+        outputs.append(hidden)
+    features = mx.concatenate([outputs[index - 1] for index in LAYER_IDS], axis=-1)
+
+    def greedy(logits: mx.array) -> mx.array:
+        return mx.argmax(logits, axis=-1)
+
+    embeddings = drafter.embed_tokens
+    drafter.reset(target)
+    drafter.embed_tokens = embeddings  # its own, which `reset` replaces
+    drafter.prefill_from_target_hidden(mx.array([token_ids[:-1]]), features, int(token_ids[-1]), greedy)
+    drafts = drafter.draft_block(int(token_ids[-1]), features[:, -1:], None, count + 1, greedy)
+    found: list[int] = drafts[0].tolist()
+    return found

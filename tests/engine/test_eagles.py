@@ -1,0 +1,164 @@
+"""EAGLE-3 drafters, over the whole engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_server import LLM, SamplingParams
+from mlx_server.batching.speculation.draft_heads import HeadDrafts
+from mlx_server.config import Config, ModelConfig, SchedulerConfig
+from mlx_server.engine.memory.need import estimate_need
+from mlx_server.errors import ModelLoadError
+from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput
+from mlx_server.runtime.models.random_models import build_random
+from tests.architectures import config_of
+from tests.device_memory import active_bytes
+from tests.eagles import KINDS, eagle_config, folders, save_eagle, their_drafts, their_eagle
+from tests.engine_worlds import random_prompts
+from tests.heads import stored_config
+from tests.tiny_models import byte_tokenizer, save_model_folder
+
+_PROMPTS = random_prompts((30, 66, 25, 20))
+_LIKELY = {5: 30.0, 6: 30.0}
+"""Of two tokens a random drafter is right about half the time."""
+
+_SAMPLING = (
+    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
+    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
+)
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_mlx_vlm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step of several requests at a time, whatever was right before, and also where some draft less, because
+    they end soon; prompts of several chunks."""
+    drafts: list[tuple[list[int], tuple[int, ...]]] = []
+    take = HeadDrafts.take
+
+    def watched(self: HeadDrafts, output: ModelRunnerOutput) -> None:
+        take(self, output)
+        for name in output.drafts:
+            shadow = self._followers[name].shadow
+            drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
+
+    monkeypatch.setattr(HeadDrafts, "take", watched)
+    target, drafter, model, theirs = folders(tmp_path / "a", kind)
+    sampling = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (7, 20, 13, 20)]
+    with LLM(
+        target, speculate="model", draft_model=drafter, max_model_len=256, max_draft_tokens=5, max_num_batched_tokens=64
+    ) as llm:
+        llm.generate(_PROMPTS, sampling, use_tqdm=False)
+    assert len(drafts) > 20
+    assert {len(ours) for _, ours in drafts} >= {2, 5}
+    for token_ids, ours in drafts:
+        assert list(ours) == their_drafts(theirs, model, token_ids, len(ours)), len(token_ids)
+
+
+def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
+    """Of two rounds, of which the second finds the first one's prefixes."""
+    with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
+        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
+        llm.engine.scheduler.check_integrity()
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        return done, stats
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [*((kind, "llama") for kind in KINDS), ("sglang", "gemma3_text"), ("speculators", "qwen3")],
+)
+def test_random_drafters_change_no_answer(kind: str, architecture: str, tmp_path: Path) -> None:
+    """Greedy and at 0.7, with penalties, beside one that does not draft, with prefix hits and preemptions."""
+    target, drafter, _, _ = folders(tmp_path / "a", kind, architecture)
+    before = active_bytes()
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=drafter)
+    assert active_bytes() <= before
+    assert drafted == plain
+    assert stats.num_draft_tokens > 0
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_preemptions > 0
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_k25"])
+def test_a_drafter_reads_layers_of_any_kind(architecture: str, tmp_path: Path) -> None:
+    config = stored_config(config_of(architecture))
+    target = str(save_model_folder(build_random(config, 0), config, tmp_path / "model", byte_tokenizer()))
+    text = config.get("text_config") or config
+    own = eagle_config("speculators", text)
+    assert text["num_hidden_layers"] >= 3
+    drafter = save_eagle(tmp_path / "drafter", own, their_eagle(own))
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert stats.num_draft_tokens > 0
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -> None:
+    target, drafter, _, theirs = folders(tmp_path / "a", "speculators")
+    nn.quantize(theirs, group_size=32, bits=4, class_predicate=lambda path, m: isinstance(m, nn.Linear))
+    config = json.loads((Path(drafter) / "config.json").read_text())
+    save_eagle(Path(drafter), {**config, "quantization": {"group_size": 32, "bits": 4}}, theirs)
+    file = str(Path(drafter) / "model.safetensors")
+    arrays = {name: array for name, array in mx.load(file).items() if not name.startswith("embed_tokens")}
+    mx.save_safetensors(file, arrays)
+    plain, _ = _answers(target, speculate="off")
+    drafted, stats = _answers(target, speculate="model", draft_model=drafter)
+    assert drafted == plain
+    assert stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"target_hidden_size": 96}, "its target_hidden_size is 96, the model has 64; take the drafter made for"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+            r"it reads the inputs of layers \[1, 2, 4\], the model has 3",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "it reads 2 layers, not 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"it reads the inputs of layers \[1, 1, 2\]"),
+        ({"norm_before_fc": True}, "Cannot load .* to draft for"),
+    ],
+)
+def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    target, drafter, _, _ = folders(tmp_path / "a", "speculators")
+    path = Path(drafter) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ModelLoadError, match=reason):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
+
+
+@pytest.mark.parametrize("kind", ["speculators", "sglang"])
+def test_a_drafter_is_no_model(kind: str, tmp_path: Path) -> None:
+    _, drafter, _, _ = folders(tmp_path / "a", kind)
+    with pytest.raises(ModelLoadError, match="It only drafts for another model: name that one, and this with"):
+        LLM(drafter)
+
+
+@pytest.mark.parametrize("kind", ["speculators", "sglang"])
+def test_its_memory_is_estimated_with_the_features_that_are_kept(kind: str, tmp_path: Path) -> None:
+    target, drafter, _, _ = folders(tmp_path / "a", kind)
+    scheduler = SchedulerConfig(speculate="model", max_num_seqs=4)
+    alone = estimate_need(Config(model=ModelConfig(model=target), scheduler=SchedulerConfig(speculate="off")))
+    both = estimate_need(Config(model=ModelConfig(model=target, draft_model=drafter), scheduler=scheduler))
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=128, max_num_seqs=4) as llm:
+        assert llm.engine._parts is not None
+        draft = llm.engine._parts.draft
+        assert draft is not None
+        assert draft.state_bytes == 4 * HELD_STATES * 64 * 4
+        assert both.kv_bytes - alone.kv_bytes >= draft.kv_bytes
+        assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
