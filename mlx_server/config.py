@@ -73,7 +73,7 @@ class ModelConfig:
         "adapters in mlx-lm's format, served beside the model as `model:name`: NAME=FOLDER, or FOLDER, whose last part "
         "is then the name; several are joined by `:`",
     )
-    draft_model: Text = declare(None, "a smaller model of the same vocabulary, or a drafter that was made for the model")
+    draft_model: Text = declare(None, "a smaller model of the same vocabulary, or a drafter made for this model")
     mtp_from: Text = declare(
         None,
         "hub id of the model that this one was converted from; its multi-token-prediction heads are fetched from there "

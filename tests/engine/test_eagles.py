@@ -142,6 +142,21 @@ def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: 
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
 
 
+def test_a_drafter_of_another_width_needs_embeddings_of_its_own(tmp_path: Path) -> None:
+    target, drafter, _, _ = folders(tmp_path / "a", "speculators")
+    config = json.loads((Path(drafter) / "config.json").read_text())
+    config["transformer_layer_config"]["hidden_size"] = 96
+    model = their_eagle({**config, "target_hidden_size": 64})
+    save_eagle(Path(drafter), config, model)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=128) as llm:
+        llm.generate(_PROMPTS[:1], sampling, use_tqdm=False)
+    file = str(Path(drafter) / "model.safetensors")
+    mx.save_safetensors(file, {name: array for name, array in mx.load(file).items() if "embed_tokens" not in name})
+    with pytest.raises(ModelLoadError, match="its hidden_size without embeddings is 96, the model has 64"):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
+
+
 @pytest.mark.parametrize("kind", ["speculators", "sglang"])
 def test_a_drafter_is_no_model(kind: str, tmp_path: Path) -> None:
     _, drafter, _, _ = folders(tmp_path / "a", kind)

@@ -185,10 +185,9 @@ def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> Eagl
         arrays = cast("dict[str, mx.array]", mx.load(str(path)))
         weights |= {_own_name(name): array for name, array in arrays.items()}
     weights = {name: array for name, array in weights.items() if not name.startswith(("t2d", "verifier_"))}
-    _check_fit(shape, target_size, target)
-    body = EagleBody(
-        shape, target_size or 0, link_to(text_part(target.model)), embeds="model.embed_tokens.weight" in weights
-    )
+    embeds = "model.embed_tokens.weight" in weights
+    _check_fit(shape, target_size, target, embeds=embeds)
+    body = EagleBody(shape, target_size or 0, link_to(text_part(target.model)), embeds=embeds)
     model = EagleModel(body, target.vocab_size, has_output="lm_head.weight" in weights)
     if "d2t" in weights:
         weights["d2t"] = weights["d2t"].astype(mx.int32)
@@ -205,12 +204,13 @@ def _own_name(name: str) -> str:
     return name if name in ("d2t", "t2d") or name.startswith(("lm_head.", "verifier_")) else f"model.{name}"
 
 
-def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel) -> None:
+def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, *, embeds: bool) -> None:
     """Raises `ValueError` unless the drafter was made for a model of these sizes, whose layers can be read."""
     layers = layers_of(target.model)
     sizes = {
         "target_hidden_size": (shape.target_hidden_size or target_size, target_size),
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
+        "hidden_size without embeddings": (target_size if embeds else shape.plain.hidden_size, target_size),
     }
     for name, (wanted, found) in sizes.items():
         if wanted != found:
