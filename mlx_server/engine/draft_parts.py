@@ -1,5 +1,5 @@
-"""Draft models, block drafters, assistants, and a model's own multi-token-prediction heads: whether they can draft for
-a model, how they are loaded, and what memory they use."""
+"""Draft models, drafters that were made for a model, and its own multi-token-prediction heads: whether they can draft
+for a model, how they are loaded, and what memory they use."""
 
 from __future__ import annotations
 
