@@ -135,8 +135,9 @@ def record_drafting(
         else:
             draft = _make_runner(models.build(draft_config), vocab_size, num_blocks, None)
         runner = DraftingRunner(target, draft, feed)
+        steps = list(traffic.steps(num_rounds, len(target.cache.windows), len(draft.cache.windows)))
         with stand_ins.installed():
-            return _trace([target, draft], list(traffic.steps(num_rounds, len(target.cache.windows))), names, runner)
+            return _trace([target, draft], steps, names, runner)
 
 
 def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | None) -> ModelRunner:

@@ -59,8 +59,8 @@ class Drafting:
     requests: tuple[int, ...] = (100, 700)
     depth: int = 4
 
-    def steps(self, num_rounds: int, num_groups: int = 1) -> Iterator[SchedulerOutput]:
-        """For a model whose layers are in so many groups."""
+    def steps(self, num_rounds: int, num_groups: int = 1, num_draft_groups: int = 1) -> Iterator[SchedulerOutput]:
+        """For a model and a drafter whose layers are in so many groups."""
         starts = {str(number): start for number, start in enumerate(self.requests)}
         new = tuple(
             NewRequestData(name, (1,) * (start + 1), (), SamplingParams(), frozenset())
@@ -70,12 +70,14 @@ class Drafting:
         per_request = -(-most // BLOCK_SIZE)
         firsts = {name: 1 + number * per_request for number, name in enumerate(starts)}
         later = len(starts) * per_request
-        blocks = {
-            name: tuple(tuple(range(first + later * g, first + later * g + per_request)) for g in range(num_groups))
-            for name, first in firsts.items()
-        }
 
-        def step(index: int, behind: int, count: int, *, is_new: bool, num_drafts: int = 0) -> SchedulerOutput:
+        def step(
+            index: int, behind: int, count: int, *, groups: int, is_new: bool = False, num_drafts: int = 0
+        ) -> SchedulerOutput:
+            blocks = {
+                name: tuple(tuple(range(first + later * g, first + later * g + per_request)) for g in range(groups))
+                for name, first in firsts.items()
+            }
             chunks = [
                 ScheduledChunk(
                     name,
@@ -91,13 +93,13 @@ class Drafting:
             ]
             return SchedulerOutput(index, tuple(chunks), new if is_new else ())
 
-        yield step(0, 0, 1, is_new=True)
+        yield step(0, 0, 1, groups=num_groups, is_new=True)
         for number in range(num_rounds):
             first = number * (self.depth + 1)
-            burst = [step(-1, first, 1, is_new=not number)]
-            burst += [step(-1, first + place, 0, is_new=False) for place in range(1, self.depth)]
+            burst = [step(-1, first, 1, groups=num_draft_groups, is_new=not number)]
+            burst += [step(-1, first + place, 0, groups=num_draft_groups) for place in range(1, self.depth)]
             yield SchedulerOutput(2 * number + 1, (), draft_steps=tuple(burst))
-            yield step(2 * number + 2, first + 1, self.depth + 1, is_new=False, num_drafts=self.depth)
+            yield step(2 * number + 2, first + 1, self.depth + 1, groups=num_groups, num_drafts=self.depth)
 
 
 KINDS = {

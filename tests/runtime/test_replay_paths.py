@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import mlx.core as mx
 import pytest
 from replay.encoder import Limits
 from replay.graph import Graph
@@ -16,6 +17,7 @@ from replay.record import record_drafting
 from replay.traffic import Drafting
 
 from mlx_server.runtime.cache.row_pool import RowsInPlace, Slots
+from mlx_server.runtime.drafts.assistant import AssistantBody, LentCache
 
 
 def found_pairs(graph: Graph, num_splits: int = 6) -> list[Unordered]:
@@ -61,9 +63,14 @@ def test_bursts_of_a_models_own_head() -> None:
     assert found_pairs(graph) == []
 
 
+def assistant_steps() -> Graph:
+    return record_drafting(config_of("gemma-4-e2b", 12), None, Drafting())
+
+
 def test_bursts_of_an_assistant() -> None:
     """It reads K/V that the step before it writes, and the step after it writes behind them."""
-    graph = record_drafting(config_of("gemma-4-e2b", 12), None, Drafting())
+    graph = assistant_steps()
+    assert graph.num_steps == 1 + 2 * 5
     assert copied_updates(graph) == []
     assert found_pairs(graph) == []
 
@@ -86,3 +93,18 @@ def test_rows_that_are_read_out_of_order_are_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(RowsInPlace, "read", forgetful)
     assert Unordered("kernel row_read", "kernel row_write") in found_pairs(head_steps())
+
+
+def test_reads_of_an_assistant_that_are_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = AssistantBody._attend
+
+    def forgetful(body: AssistantBody, x: mx.array, lent: LentCache) -> mx.array:
+        memories = [pool.contents[0].memory for pool in lent.cache.pools]
+        tokens = [memory.token for memory in memories]
+        result = attend(body, x, lent)
+        for memory, token in zip(memories, tokens):
+            memory.token = token
+        return result
+
+    monkeypatch.setattr(AssistantBody, "_attend", forgetful)
+    assert Unordered("kernel paged_decode", "kernel kv_write") in found_pairs(assistant_steps())
