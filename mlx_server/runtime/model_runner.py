@@ -270,9 +270,10 @@ class ModelRunner:
             self.cache.resume_states(resumed)
 
     def plans_at(self, positions: Mapping[str, int]) -> tuple[StepPlan, ...]:
-        """Plans for one row of each of these running requests, that sees what is stored up to a position."""
+        """Plans for one row of each of these running requests, that sees what is stored up to a position, without the
+        blocks before the window of the token after it, which may have been given up."""
         chunks = [ScheduledChunk(name, position, 1, None, (), False, 0) for name, position in positions.items()]
-        return tuple(self._tables.plan(chunks))
+        return tuple(self._tables.plan(chunks, num_ahead=1))
 
     def _copy_and_change(self, step: SchedulerOutput) -> _Copied:
         """Saves blocks, changes the pools, then loads blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_server import LLM, SamplingParams
+from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.speculation.draft_assistant import AssistantDrafts
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine
@@ -18,7 +20,9 @@ from mlx_server.engine.parts import GivenModels
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_BY_ASSISTANTS, EngineStats, ModelRunnerOutput
+from mlx_server.runtime.attention.interface import StepPlan
 from mlx_server.runtime.drafts.assistant import AssistantBody, load_assistant
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import exhaust
 from tests.assistants import (
     TARGETS,
@@ -146,6 +150,37 @@ def test_an_assistant_of_another_model_is_refused(changes: dict[str, Any], reaso
     _change(assistant, **changes)
     with pytest.raises(ModelLoadError, match=reason):
         LLM(target, speculate="model", draft_model=assistant, max_model_len=128)
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_its_own_number_of_kv_heads_does_not_count(tmp_path: Path) -> None:
+    """It computes no K/V, so a config.json may leave them to a default that does not divide its heads."""
+    target, assistant = folders(tmp_path / "a", "gemma4")
+    _change(assistant, num_key_value_heads=3)
+    _, stats = _answers(target, speculate="model", draft_model=assistant)
+    assert stats.num_accepted_tokens > 0
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_a_burst_names_no_block_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks before the window of the next token may be another request's by then, or not in the pool any more."""
+    plans_at, num_left_out = ModelRunner.plans_at, 0
+
+    def watched(runner: ModelRunner, positions: Mapping[str, int]) -> tuple[StepPlan, ...]:
+        nonlocal num_left_out
+        plans = plans_at(runner, positions)
+        for plan, window in zip(plans, runner.cache.windows):
+            for table, position in zip(plan.block_tables, positions.values()):
+                behind = table[: first_seen(position + 1, window)]
+                assert not behind.any()
+                num_left_out += len(behind)
+        return plans
+
+    monkeypatch.setattr(ModelRunner, "plans_at", watched)
+    target, assistant = folders(tmp_path / "a", "gemma4")
+    _, stats = _answers(target, speculate="model", draft_model=assistant)
+    assert stats.num_draft_errors == 0
+    assert num_left_out > 0
 
 
 def test_an_assistant_is_no_model(tmp_path: Path) -> None:

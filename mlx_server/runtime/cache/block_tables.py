@@ -128,8 +128,9 @@ class BlockTables:
                 ids[move.source] = move.destination
             self._tables = ids[self._tables]
 
-    def plan(self, chunks: Sequence[ScheduledChunk]) -> tuple[StepPlan, ...]:
+    def plan(self, chunks: Sequence[ScheduledChunk], num_ahead: int = 0) -> tuple[StepPlan, ...]:
         """Appends the chunks' new blocks and plans the step for each layer group. Single-token chunks must come first.
+        Windows begin `num_ahead` tokens later than those of the chunks' first tokens.
 
         Example: a decode at position 40 and a prompt of 3 tokens, in blocks (7, 2) and (4,): positions 40, 0, 1, 2;
         slots 2 * 32 + 8 = 72, 128, 129, 130; query starts 0, 1, 4; context lengths 41, 3.
@@ -163,7 +164,7 @@ class BlockTables:
                 slot_mapping=slots,
                 query_starts=query_starts,
                 context_lens=context_lens,
-                block_tables=_seen(tables, starts, window),
+                block_tables=_seen(tables, starts + num_ahead, window),
                 state_slots=state_slots,
                 next_slots=next_slots,
             )

@@ -129,7 +129,7 @@ class AssistantBody(nn.Module):  # type: ignore[misc]
     def _attend_to_nothing(self, x: mx.array) -> mx.array:
         for layer in self.layers:
             attention = layer.self_attn
-            nothing = mx.zeros((x.shape[0], attention.n_kv_heads, 1, attention.head_dim), x.dtype)
+            nothing = mx.zeros((x.shape[0], attention.n_heads, 1, attention.head_dim), x.dtype)
             x, *_ = layer(x, shared_kv=(nothing, nothing), offset=0)
         return x
 
