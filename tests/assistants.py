@@ -18,7 +18,6 @@ from mlx_server.runtime.models.random_models import build_random
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_worlds import CONFIGS
 
-WINDOW = 24
 TARGETS: dict[str, dict[str, Any]] = {
     name: {key: value for key, value in CONFIGS[name].items() if key != "vision_config"} | {"model_type": "gemma4"}
     for name in ("gemma4", "gemma4_moe")

@@ -17,7 +17,7 @@ Some assistants score only the tokens of the likeliest clusters (`ClusteredHead`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,7 +61,7 @@ class AssistantLink(HeadLink):
     Embeddings are multiplied by `scale`. `lenders` are the places of the layers that are read, by the type of layer."""
 
     scale: float = 1.0
-    lenders: Mapping[str, int] | None = None
+    lenders: Mapping[str, int] = field(default_factory=dict)
     lent: LentCache | None = None
 
 
@@ -111,12 +111,11 @@ class AssistantBody(nn.Module):  # type: ignore[misc]
         return hidden
 
     def _attend(self, x: mx.array, lent: LentCache) -> mx.array:
-        lenders, mask = self.link.lenders, StepMask(self.window - 1, False)
-        assert lenders is not None
+        mask = StepMask(self.window - 1, False)
         lent.cache.begin(lent.plans)
         token = caches_in_use.set(lent.cache.paged)
         try:
-            stored = {kind: lent.cache.paged[place].lend() for kind, place in lenders.items()}
+            stored = {kind: lent.cache.paged[place].lend() for kind, place in self.link.lenders.items()}
             for layer in self.layers:
                 kind = layer.layer_type
                 own_mask = mask if kind == _SLIDING else None
@@ -230,7 +229,7 @@ def _check_fit(shape: gemma4_text.ModelArgs, body: AssistantBody, target: Loaded
         "backbone_hidden_size": (body.post_projection.weight.shape[0], target.setting("hidden_size")),
         "vocab_size": (shape.vocab_size, target.vocab_size),
     }
-    layers, lenders = layers_of(target.model), body.link.lenders or {}
+    layers, lenders = layers_of(target.model), body.link.lenders
     for layer in body.layers:
         lender = layers[lenders[layer.layer_type]].self_attn
         sizes[f"head_dim of {layer.layer_type}"] = layer.self_attn.head_dim, lender.head_dim
@@ -244,5 +243,4 @@ def _check_fit(shape: gemma4_text.ModelArgs, body: AssistantBody, target: Loaded
 
 def reads(cache: PagedKVCache, body: AssistantBody) -> list[tuple[PagedLayerCache, int]]:
     """The layers whose K/V the assistant reads, and with how many query heads."""
-    lenders = body.link.lenders or {}
-    return [(cache.paged[lenders[layer.layer_type]], layer.self_attn.n_heads) for layer in body.layers]
+    return [(cache.paged[body.link.lenders[layer.layer_type]], layer.self_attn.n_heads) for layer in body.layers]

@@ -1,4 +1,5 @@
-"""Hidden states of running requests, kept for a multi-token-prediction head or a block drafter."""
+"""Hidden states of running requests, kept for a multi-token-prediction head, an assistant or a block
+drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Combines the runners of a model and of its draft model, head or block drafter into one runner for an executor."""
+"""Combines the runners of a model and of its draft model, head, assistant or block drafter into one runner for an
+executor."""
 
 from __future__ import annotations
 
@@ -169,7 +170,7 @@ def block_rows(chunks: Sequence[ScheduledChunk]) -> BlockRows:
 
 class DraftingRunner:
     """Runs the model's steps, and `draft_steps` on the draft model, in the order of launch. Both have pools of their
-    own. MLX thread only, except `wait`."""
+    own, except an assistant. MLX thread only, except `wait`."""
 
     def __init__(self, target: ModelRunner, draft: ModelRunner, feed: HeadFeed | None = None) -> None:
         """From now on `draft` samples with the noise of `target`, and `target` keeps its hidden states for `feed`."""
