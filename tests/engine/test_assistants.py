@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -149,6 +150,17 @@ def test_an_assistant_of_another_model_is_refused(changes: dict[str, Any], reaso
     target, assistant = folders(tmp_path / "a", "gemma4")
     _change(assistant, **changes)
     with pytest.raises(ModelLoadError, match=reason):
+        LLM(target, speculate="model", draft_model=assistant, max_model_len=128)
+
+
+@pytest.mark.parametrize("name", ["masked_embedding.token_ordering", "model.norm.weight"])
+def test_an_assistant_that_lacks_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
+    target, assistant = folders(tmp_path / "a", "gemma4", is_clustered=True)
+    path = Path(assistant) / "model.safetensors"
+    weights = mx.load(str(path))
+    assert isinstance(weights, dict)
+    mx.save_safetensors(str(path), {key: array for key, array in weights.items() if key != name})
+    with pytest.raises(ModelLoadError, match=rf"(?s)Missing 1 parameters.*{name.removeprefix('model.')}"):
         LLM(target, speculate="model", draft_model=assistant, max_model_len=128)
 
 

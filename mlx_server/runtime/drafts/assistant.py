@@ -201,8 +201,8 @@ def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> Assi
     for path in sorted(folder.glob("model*.safetensors")):
         arrays = cast("dict[str, mx.array]", mx.load(str(path)))
         weights |= {name.removeprefix("model."): array for name, array in arrays.items()}
-    if "masked_embedding" in body:
-        weights["masked_embedding.token_ordering"] = weights["masked_embedding.token_ordering"].astype(mx.int32)
+    if (ordering := "masked_embedding.token_ordering") in weights:
+        weights[ordering] = weights[ordering].astype(mx.int32)
     if "lm_head" not in body:
         weights = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
     quantize_as_stored(model, config.get("quantization"), weights)
