@@ -59,6 +59,7 @@ def test_bursts_of_a_draft_model() -> None:
 def test_bursts_of_a_models_own_head() -> None:
     """The model writes hidden states where the head reads them, and the next step writes over them."""
     graph = head_steps()
+    assert graph.num_steps == 1 + 2 * 5
     assert copied_updates(graph) == []
     assert found_pairs(graph) == []
 
@@ -78,6 +79,7 @@ def test_bursts_of_an_assistant() -> None:
 def test_bursts_of_an_eagle_drafter() -> None:
     """The outputs of some layers are kept as features."""
     graph = record_drafting(config_of("llama-3-8b", 12), "eagle", Drafting())
+    assert graph.num_steps == 1 + 2 * 5
     assert copied_updates(graph) == []
     assert found_pairs(graph) == []
 
