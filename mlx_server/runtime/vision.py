@@ -4,6 +4,7 @@ its placeholders, and rows get positions in three axes if the model has them."""
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class ImageRows:
         return flat.reshape(others.shape)
 
 
-class ReadsImages(nn.Module):  # type: ignore[misc]
+class ReadsImages(nn.Module, ABC):  # type: ignore[misc]
     """The base of models with a vision encoder, whose calls take `image_rows`. `module` is mlx-vlm's module for it, and
     `config` mlx-vlm's configuration."""
 
@@ -81,18 +82,18 @@ class ReadsImages(nn.Module):  # type: ignore[misc]
     """Whether images are seen both ways, if at all, only by layers with a sliding window."""
 
     @property
+    @abstractmethod
     def has_positions(self) -> bool:
         """Whether tokens have positions in three axes: time, height and width."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
         """Encodes an image from its placeholders `[1, n]` and the arrays of its processor. Lazy. Raises whatever
         mlx-vlm's code raises."""
-        raise NotImplementedError
 
+    @abstractmethod
     def plain(self) -> Any:
         """mlx-vlm's own model with the same weights, to compare with."""
-        raise NotImplementedError
 
 
 def mrope_positions(images: Sequence[PromptImage], num_tokens: int, merge: int) -> IntArray:
