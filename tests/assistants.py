@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mlx_vlm.models.gemma4.language import LanguageModel
 from mlx_vlm.speculative.drafters.gemma4_assistant import Model, ModelConfig
 
 from mlx_server.runtime.models.random_models import build_random
+from tests.drafters import random_weights, save_drafter_folder
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_worlds import CONFIGS
 
@@ -54,13 +54,7 @@ def assistant_config(target: dict[str, Any], *, is_clustered: bool = False) -> d
 def their_assistant(config: dict[str, Any], seed: int = 3) -> Any:
     """mlx-vlm's assistant with random weights."""
     model = Model(ModelConfig.from_dict(config))
-    keys = iter(mx.random.split(mx.random.key(seed), 200))
-    weights = {
-        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
-        if array.ndim == 1
-        else 0.15 * mx.random.normal(array.shape, key=key)
-        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
-    }
+    weights = random_weights(model, seed)
     if config["use_ordered_embeddings"]:
         order = np.random.default_rng(seed).permutation(config["text_config"]["vocab_size"])
         weights["masked_embedding.token_ordering"] = mx.array(order.astype(np.int32))
@@ -70,13 +64,10 @@ def their_assistant(config: dict[str, Any], seed: int = 3) -> Any:
 
 def save_assistant(path: Path, config: dict[str, Any], model: Any) -> str:
     """The folder of an assistant, without a tokenizer."""
-    path.mkdir(exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     if "masked_embedding.token_ordering" in weights:
         weights["masked_embedding.token_ordering"] = weights["masked_embedding.token_ordering"].astype(mx.int64)
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
+    return save_drafter_folder(path, config, weights)
 
 
 def folders(path: Path, kind: str, *, is_clustered: bool = False) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mlx_vlm.speculative.drafters.qwen3_dflash import Model as FirstModel
 from mlx_vlm.speculative.drafters.qwen3_dflash import ModelConfig as FirstConfig
 
 from mlx_server.runtime.models.random_models import build_random
+from tests.drafters import random_weights, save_drafter_folder
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 
 MASK_TOKEN_ID = 319
@@ -66,24 +66,14 @@ def their_drafter(config: dict[str, Any], seed: int = 3) -> Any:
     model = (
         DFlash2DraftModel(SecondConfig.from_dict(config)) if is_second else FirstModel(FirstConfig.from_dict(config))
     )
-    keys = iter(mx.random.split(mx.random.key(seed), 200))
-    weights = {
-        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
-        if array.ndim == 1
-        else 0.15 * mx.random.normal(array.shape, key=key)
-        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
-    }
-    model.load_weights(list(weights.items()))
+    model.load_weights(list(random_weights(model, seed).items()))
     return model
 
 
 def save_drafter(path: Path, config: dict[str, Any], model: Any) -> str:
     """The folder of a drafter, without a tokenizer, as they are published."""
-    path.mkdir(exist_ok=True)
     weights = {name.replace("codebook.weight", "codebook"): array for name, array in tree_flatten(model.parameters())}
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
+    return save_drafter_folder(path, config, weights)
 
 
 def their_drafts(drafter: Any, target: Any, token_ids: Sequence[int], count: int) -> list[int]:

@@ -1,13 +1,18 @@
-"""Drafters for tests that know the answers and are wrong at chosen places."""
+"""Drafters for tests: ones that know the answers and are wrong at chosen places, and random ones in folders."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import Burst
@@ -63,3 +68,22 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
 def _always_burst(rates: Mapping[str, float], most: int, room: StepRoom, *costs: object, **kind: object) -> Burst:
     names = sorted(rates)[: room.most // most]
     return Burst(most, frozenset(names), 1e9) if names else draft_burst.NO_BURST
+
+
+def random_weights(model: nn.Module, seed: int) -> dict[str, mx.array]:
+    """Of a size with which a drafter's answers vary."""
+    keys = iter(mx.random.split(mx.random.key(seed), 200))
+    return {
+        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
+        if array.ndim == 1
+        else 0.15 * mx.random.normal(array.shape, key=key)
+        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
+    }
+
+
+def save_drafter_folder(path: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> str:
+    """Without a tokenizer, as they are published."""
+    path.mkdir(exist_ok=True)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.speculative.drafters.eagle3 import Model, ModelConfig
 
+from tests.drafters import random_weights, save_drafter_folder
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 
 LAYER_IDS = (1, 2, 3)
@@ -55,13 +55,7 @@ def their_eagle(config: dict[str, Any], seed: int = 3) -> Any:
     """mlx-vlm's drafter with random weights."""
     flat = {"transformer_layer_config": config, **config, **(config.get("eagle_config") or {})}
     model = Model(ModelConfig.from_dict(flat))
-    keys = iter(mx.random.split(mx.random.key(seed), 200))
-    weights = {
-        name: 1.0 + 0.1 * mx.random.normal(array.shape, key=key)
-        if array.ndim == 1
-        else 0.15 * mx.random.normal(array.shape, key=key)
-        for (name, array), key in zip(tree_flatten(model.parameters()), keys)
-    }
+    weights = random_weights(model, seed)
     if "d2t" in weights:
         size = weights["d2t"].size
         chosen = np.sort(np.random.default_rng(seed).permutation(model.target_vocab_size)[:size])
@@ -72,15 +66,12 @@ def their_eagle(config: dict[str, Any], seed: int = 3) -> Any:
 
 def save_eagle(path: Path, config: dict[str, Any], model: Any) -> str:
     """The folder of a drafter, without a tokenizer and, if it is SGLang's form, with its names."""
-    path.mkdir(exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     if "d2t" in weights:
         weights |= {"d2t": weights["d2t"].astype(mx.int64), "t2d": mx.zeros((model.target_vocab_size,), mx.bool_)}
     if "eagle_config" in config:
         weights = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
+    return save_drafter_folder(path, config, weights)
 
 
 def folders(path: Path, kind: str, architecture: str = "llama") -> tuple[str, str, Any, Any]:

@@ -28,10 +28,11 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, num_with_features
 from mlx_server.runtime.attention.regroup import Scope
-from mlx_server.runtime.drafts.assistant import AssistantModel, load_assistant, reads
-from mlx_server.runtime.drafts.block_drafter import BlockModel, load_block_drafter
-from mlx_server.runtime.drafts.eagle import EagleModel, load_eagle
-from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, layers_of, load_head
+from mlx_server.runtime.drafts.assistant import AssistantModel, read_assistant, reads
+from mlx_server.runtime.drafts.block_drafter import BlockModel, read_block_drafter
+from mlx_server.runtime.drafts.drafter import load_drafter
+from mlx_server.runtime.drafts.eagle import EagleModel, read_eagle
+from mlx_server.runtime.drafts.heads import DrafterModel, HeadModel, NoHeadsError, find_heads, layers_of, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import FeatureStates
 from mlx_server.runtime.drafts.runner import AssistantFeed, BlockFeed, DraftingRunner, HeadFeed
@@ -43,7 +44,6 @@ from mlx_server.runtime.models.resolve import find_folder
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Head = HeadModel | BlockModel | AssistantModel | EagleModel
 InPieces = Callable[[Pieces[Any]], Awaitable[Any]]
 """Does work on the MLX thread, with other models' steps in between, and returns its result."""
 
@@ -79,10 +79,10 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     folder = await asyncio.to_thread(find_model, settings)
     described = {} if folder is None else await asyncio.to_thread(read_model_json, folder / "config.json")
     if folder is not None and only_drafts(described):
-        load = load_block_drafter
+        read = read_block_drafter
         if not is_block_drafter(described):
-            load = load_assistant if is_assistant(described) else load_eagle
-        return await run(load(settings.model, folder, target, settings.dtype))
+            read = read_assistant if is_assistant(described) else read_eagle
+        return await run(load_drafter(read, settings.model, folder, target, settings.dtype))
     if folder is not None and tokenizer is not None:
         own = await asyncio.to_thread(Tokenizer.from_folder, folder, trust_remote_code=settings.trust_remote_code)
         difference = await asyncio.to_thread(vocabulary_difference, tokenizer, own)
@@ -166,9 +166,8 @@ async def make_draft(
     """Makes the runner and the scheduler's side of a `loaded` draft model. Its pool holds up to `max_num_tokens`, and
     it computes up to `largest_chunk` tokens of a prompt at a time. Raises as `make_runner` does, and `ModelLoadError`
     for a draft model with recurrent state."""
-    has_text, model_kind = loaded.folder is not None, loaded.model
-    head = model_kind if isinstance(model_kind, HeadModel | BlockModel | AssistantModel | EagleModel) else None
-    if not has_text and loaded.vocab_size != target.vocab_size:
+    head = loaded.model if isinstance(loaded.model, DrafterModel) else None
+    if loaded.folder is None and loaded.vocab_size != target.vocab_size:
         sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
     room = PoolRoom(max_num_tokens, share.kv_limit_bytes, share.kv_room_bytes)
@@ -224,7 +223,7 @@ def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None)
     return Speculation(drafter, settings.max_draft_tokens, num_spares, model)
 
 
-def _fault(info: RunnerInfo, target: ModelRunner, head: _Head | None) -> str | None:
+def _fault(info: RunnerInfo, target: ModelRunner, head: DrafterModel | None) -> str | None:
     """Why a model that can run cannot draft; None if it can."""
     if info.is_recurrent:
         return "it has recurrent state, which cannot be reset to the last correct draft"
@@ -242,13 +241,15 @@ def _fault(info: RunnerInfo, target: ModelRunner, head: _Head | None) -> str | N
     return None
 
 
-def _join(head: _Head | None, target: ModelRunner, draft: ModelRunner, num_requests: int) -> tuple[DraftingRunner, int]:
+def _join(
+    head: DrafterModel | None, target: ModelRunner, draft: ModelRunner, num_requests: int
+) -> tuple[DraftingRunner, int]:
     """The runner of both, and the bytes of the hidden states that it keeps."""
     feed = None if head is None else _feed(head, target, num_requests)
     return DraftingRunner(target, draft, feed), 0 if feed is None else feed.states.num_bytes
 
 
-def _feed(head: _Head, target: ModelRunner, num_requests: int) -> HeadFeed:
+def _feed(head: DrafterModel, target: ModelRunner, num_requests: int) -> HeadFeed:
     body, make_rows = head.model, target.cache.backend.make_rows
     if isinstance(head, AssistantModel):
         for layer, num_query_heads in reads(target.cache, body):

@@ -14,15 +14,14 @@ import pytest
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.speculation.draft_assistant import AssistantDrafts
-from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.parts import GivenModels
-from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_BY_ASSISTANTS, EngineStats, ModelRunnerOutput
+from mlx_server.outputs import HELD_BY_ASSISTANTS, EngineStats
 from mlx_server.runtime.attention.interface import StepPlan
-from mlx_server.runtime.drafts.assistant import AssistantBody, load_assistant
+from mlx_server.runtime.drafts.assistant import AssistantBody, read_assistant
+from mlx_server.runtime.drafts.drafter import load_drafter
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import exhaust
 from tests.assistants import (
@@ -35,19 +34,11 @@ from tests.assistants import (
     their_drafts,
 )
 from tests.device_memory import active_bytes
+from tests.drafted_answers import answers_in_small_pool, check_behind_images, record_drafts
 from tests.engine_worlds import random_prompts
-from tests.vision_worlds import CONFIGS, evaluate_constants, picture, prompt_of, tiny_vlm
+from tests.vision_worlds import CONFIGS, evaluate_constants, tiny_vlm
 
 _PROMPTS = random_prompts((30, 66, 5, 20))
-_LIKELY = {5: 30.0, 6: 30.0}
-"""Of two tokens a random assistant is right about half the time."""
-
-_SAMPLING = (
-    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
-)
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -58,16 +49,7 @@ def test_drafts_are_those_of_mlx_vlm(
 ) -> None:
     """After each step of several requests at a time, whatever was right before, and also where some draft less, because
     they end soon; beyond the window, and prompts of several chunks."""
-    drafts: list[tuple[list[int], tuple[int, ...]]] = []
-    take = AssistantDrafts.take
-
-    def watched(self: AssistantDrafts, output: ModelRunnerOutput) -> None:
-        take(self, output)
-        for name in output.drafts:
-            shadow = self._followers[name].shadow
-            drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
-
-    monkeypatch.setattr(AssistantDrafts, "take", watched)
+    drafts = record_drafts(monkeypatch, AssistantDrafts)
     target, assistant = folders(tmp_path / "a", kind, is_clustered=is_clustered)
     sampling = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (7, 20, 13, 20)]
     with LLM(
@@ -87,13 +69,7 @@ def test_drafts_are_those_of_mlx_vlm(
 
 
 def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
-    """Of two rounds, of which the second finds the first one's prefixes."""
-    with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
-        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
-        llm.engine.scheduler.check_integrity()
-        stats = llm.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        return done, stats
+    return answers_in_small_pool(target, _PROMPTS, **settings)
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -222,36 +198,9 @@ async def test_an_assistant_drafts_behind_images(kind: str, tmp_path: Path) -> N
     vlm = tiny_vlm(kind)
     own = assistant_config({"text_config": CONFIGS[kind]["text_config"]}) | {"model_type": "gemma4_unified_assistant"}
     folder = Path(save_assistant(tmp_path / "assistant", own, their_assistant(own)))
-    loaded = exhaust(load_assistant("assistant", folder, vlm.loaded, "auto"))
+    loaded = exhaust(load_drafter(read_assistant, "assistant", folder, vlm.loaded, "auto"))
     evaluate_constants(loaded.model)
-    given = GivenModels(vlm.loaded, loaded)
-    prompts = [
-        prompt_of([range(5, 15), picture(kind, 1), range(40, 60)]),
-        prompt_of([range(5, 9), picture(kind, 2), range(30, 40), picture(kind, 1), range(40, 60)]),
-        prompt_of([range(1, 50)]),
-    ]
-    likely = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY)
-    answers = []
-    for speculate in ("off", "model"):
-        settings = Config(
-            model=ModelConfig(model="tiny", max_model_len=512, draft_model="assistant"),
-            cache=CacheConfig(num_kv_blocks=64),
-            scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, speculate=speculate),
-        )
-        engine = AsyncEngine(settings, given=given)
-        await engine.start()
-        try:
-            asked = [
-                GenerationRequest(request_id=f"r{n}", prompt_token_ids=ids, images=images, sampling=likely)
-                for n, (ids, images) in enumerate(prompts)
-            ]
-            streams = [engine.submit(one) for one in asked]
-            answers.append([[token async for delta in stream for token in delta.token_ids] for stream in streams])
-            stats = engine.stats()
-        finally:
-            await engine.stop()
-    assert answers[0] == answers[1]
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    await check_behind_images(kind, GivenModels(vlm.loaded, loaded), seed=1)
 
 
 @pytest.mark.usefixtures("always_drafts")

@@ -12,14 +12,13 @@ import pytest
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.speculation.draft_blocks import BlockDrafts
-from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.parts import GivenModels
-from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_FEATURES, EngineStats, ModelRunnerOutput, ScheduledChunk
-from mlx_server.runtime.drafts.block_drafter import load_block_drafter
+from mlx_server.outputs import HELD_FEATURES, EngineStats, ScheduledChunk
+from mlx_server.runtime.drafts.block_drafter import read_block_drafter
+from mlx_server.runtime.drafts.drafter import load_drafter
 from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
 from mlx_server.runtime.model_runner import ModelRunner
@@ -35,22 +34,14 @@ from tests.block_drafters import (
     their_drafts,
 )
 from tests.device_memory import active_bytes
+from tests.drafted_answers import DRAFTED_SAMPLING, answers_in_small_pool, check_behind_images, record_drafts
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
-from tests.vision_worlds import CONFIGS, picture, prompt_of, tiny_vlm
+from tests.vision_worlds import CONFIGS, tiny_vlm
 
 _KINDS = ("dflash", "dflash, causal and sliding", "dflash2")
 _PROMPTS = random_prompts((30, 66, 25, 20))
-_LIKELY = {5: 30.0, 6: 30.0}
-"""Of two tokens a random drafter is right about half the time."""
-
-_SAMPLING = (
-    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
-)
 
 
 def folders(path: Path, kind: str, architecture: str = "qwen3") -> tuple[str, str, Any, Any]:
@@ -75,16 +66,7 @@ def test_drafts_are_those_of_mlx_vlm(
 ) -> None:
     """After each step of several requests at a time, whatever was right before, and also where some draft less, because
     they end soon; prompts of several chunks."""
-    drafts: list[tuple[list[int], tuple[int, ...]]] = []
-    take = BlockDrafts.take
-
-    def watched(self: BlockDrafts, output: ModelRunnerOutput) -> None:
-        take(self, output)
-        for name in output.drafts:
-            shadow = self._followers[name].shadow
-            drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
-
-    monkeypatch.setattr(BlockDrafts, "take", watched)
+    drafts = record_drafts(monkeypatch, BlockDrafts)
     target, drafter, model, theirs = folders(tmp_path, kind, architecture)
     sampling = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (7, 20, 13, 20)]
     with LLM(target, speculate="model", draft_model=drafter, max_model_len=256, max_draft_tokens=5) as llm:
@@ -96,13 +78,7 @@ def test_drafts_are_those_of_mlx_vlm(
 
 
 def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
-    """Of two rounds, of which the second finds the first one's prefixes."""
-    with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
-        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
-        llm.engine.scheduler.check_integrity()
-        stats = llm.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        return done, stats
+    return answers_in_small_pool(target, _PROMPTS, **settings)
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -166,34 +142,8 @@ async def test_a_drafter_drafts_behind_images(model_type: str, tmp_path: Path) -
     vlm = tiny_vlm(model_type)
     own = drafter_config("dflash", {"model_type": model_type, **CONFIGS[model_type]})
     folder = Path(save_drafter(tmp_path / "drafter", own, their_drafter(own)))
-    given = GivenModels(vlm.loaded, exhaust(load_block_drafter("drafter", folder, vlm.loaded, "auto")))
-    prompts = [
-        prompt_of([range(5, 15), picture(model_type, 1), range(40, 60)]),
-        prompt_of([range(5, 9), picture(model_type, 2), range(30, 40), picture(model_type, 1), range(40, 60)]),
-        prompt_of([range(1, 50)]),
-    ]
-    likely = SamplingParams(max_tokens=40, temperature=0.7, seed=3, ignore_eos=True, logit_bias=_LIKELY)
-    answers = []
-    for speculate in ("off", "model"):
-        settings = Config(
-            model=ModelConfig(model="tiny", max_model_len=512, draft_model="drafter"),
-            cache=CacheConfig(num_kv_blocks=64),
-            scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, speculate=speculate),
-        )
-        engine = AsyncEngine(settings, given=given)
-        await engine.start()
-        try:
-            asked = [
-                GenerationRequest(request_id=f"r{n}", prompt_token_ids=ids, images=images, sampling=likely)
-                for n, (ids, images) in enumerate(prompts)
-            ]
-            streams = [engine.submit(one) for one in asked]
-            answers.append([[token async for delta in stream for token in delta.token_ids] for stream in streams])
-            stats = engine.stats()
-        finally:
-            await engine.stop()
-    assert answers[0] == answers[1]
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    given = GivenModels(vlm.loaded, exhaust(load_drafter(read_block_drafter, "drafter", folder, vlm.loaded, "auto")))
+    await check_behind_images(model_type, given, seed=3)
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -238,7 +188,7 @@ def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
         assert parts is not None
         layers = parts.loaded.model.layers
         assert [isinstance(layer, _Tapped) for layer in layers] == [True, False, True]
-        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
+        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, DRAFTED_SAMPLING, use_tqdm=False)]
         assert not any(isinstance(layer, _Tapped) for layer in layers)
         assert llm.stats().num_draft_errors == 1
     assert done == plain
@@ -281,7 +231,7 @@ def test_a_model_that_runs_its_layers_in_a_way_of_its_own_has_no_features(archit
         pytest.raises(ModelLoadError, match="does not call each of its layers once"),
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128, num_kv_blocks=8) as llm,
     ):
-        llm.generate(_PROMPTS[:1], _SAMPLING[0], use_tqdm=False)
+        llm.generate(_PROMPTS[:1], DRAFTED_SAMPLING[0], use_tqdm=False)
 
 
 def test_a_drafter_alone_is_no_model(tmp_path: Path) -> None:
@@ -368,7 +318,7 @@ def test_a_failed_load_leaves_a_given_model_as_it_was(
 ) -> None:
     target, drafter, _, _ = folders(tmp_path, "dflash")
     model = exhaust(load_in_pieces(target, Path(target), "auto"))
-    given = exhaust(load_block_drafter("drafter", Path(drafter), model, "auto"))
+    given = exhaust(load_drafter(read_block_drafter, "drafter", Path(drafter), model, "auto"))
     closed, close = list[ModelRunner](), ModelRunner.close
 
     def no_memory(*_: object, **__: object) -> None:
@@ -392,7 +342,7 @@ def test_embeddings_are_scaled_as_the_model_scales_them(tmp_path: Path) -> None:
     own = drafter_config("dflash", config)
     folder = Path(save_drafter(tmp_path / "drafter", own, their_drafter(own)))
     target = LoadedModel("gemma4", build_random(config, 0), config, None)
-    drafter = exhaust(load_block_drafter("drafter", folder, target, "auto"))
+    drafter = exhaust(load_drafter(read_block_drafter, "drafter", folder, target, "auto"))
     assert drafter.model.model.link.scale == own["hidden_size"] ** 0.5
 
 

@@ -15,25 +15,17 @@ from mlx_server.batching.speculation.draft_heads import HeadDrafts
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput
+from mlx_server.outputs import HELD_STATES, EngineStats
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.device_memory import active_bytes
+from tests.drafted_answers import answers_in_small_pool, record_drafts
 from tests.eagles import KINDS, eagle_config, folders, save_eagle, their_drafts, their_eagle
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
 from tests.tiny_models import byte_tokenizer, save_model_folder
 
 _PROMPTS = random_prompts((30, 66, 25, 20))
-_LIKELY = {5: 30.0, 6: 30.0}
-"""Of two tokens a random drafter is right about half the time."""
-
-_SAMPLING = (
-    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
-)
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -41,16 +33,7 @@ _SAMPLING = (
 def test_drafts_are_those_of_mlx_vlm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each step of several requests at a time, whatever was right before, and also where some draft less, because
     they end soon; prompts of several chunks."""
-    drafts: list[tuple[list[int], tuple[int, ...]]] = []
-    take = HeadDrafts.take
-
-    def watched(self: HeadDrafts, output: ModelRunnerOutput) -> None:
-        take(self, output)
-        for name in output.drafts:
-            shadow = self._followers[name].shadow
-            drafts.append(([*shadow.prompt_token_ids, *shadow.output_token_ids], self._drafts[name][1]))
-
-    monkeypatch.setattr(HeadDrafts, "take", watched)
+    drafts = record_drafts(monkeypatch, HeadDrafts)
     target, drafter, model, theirs = folders(tmp_path / "a", kind)
     sampling = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (7, 20, 13, 20)]
     with LLM(
@@ -64,13 +47,7 @@ def test_drafts_are_those_of_mlx_vlm(kind: str, tmp_path: Path, monkeypatch: pyt
 
 
 def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
-    """Of two rounds, of which the second finds the first one's prefixes."""
-    with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
-        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
-        llm.engine.scheduler.check_integrity()
-        stats = llm.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        return done, stats
+    return answers_in_small_pool(target, _PROMPTS, **settings)
 
 
 @pytest.mark.usefixtures("always_drafts")

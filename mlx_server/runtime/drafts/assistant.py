@@ -18,29 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.cache_views import StepMask
 from mlx_server.runtime.attention.interface import StepPlan
 from mlx_server.runtime.attention.seam import caches_in_use
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, Weights, check_sizes
 from mlx_server.runtime.drafts.heads import (
+    DrafterModel,
     HeadLink,
     body_name,
     layers_of,
     link_to,
-    quantize_as_stored,
     scattered,
     text_part,
 )
-from mlx_server.runtime.models.folder import read_model_json
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
+from mlx_server.runtime.models.loader import LoadedModel
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -133,13 +131,10 @@ class AssistantBody(nn.Module):  # type: ignore[misc]
         return x
 
 
-class AssistantModel(nn.Module):  # type: ignore[misc]
-    """An assistant with the interface of mlx-lm's models, for a `ModelRunner` of its own that keeps no K/V."""
+class AssistantModel(DrafterModel):
+    """An assistant, which keeps no K/V."""
 
-    def __init__(self, body: AssistantBody, model_type: str) -> None:
-        super().__init__()
-        self.model = body
-        self.model_type = model_type
+    model: AssistantBody
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         hidden, body = self.model(inputs, cache), self["model"]
@@ -149,27 +144,8 @@ class AssistantModel(nn.Module):  # type: ignore[misc]
         logits: mx.array = body.lm_head(hidden) if "lm_head" in body else body.embed_tokens.as_linear(hidden)
         return logits
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        layers: list[nn.Module] = self.model.layers
-        return layers
-
     def make_cache(self) -> list[Any]:
         return []
-
-
-def load_assistant(name: str, folder: Path, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:
-    """Loads the assistant in `folder` for its `target` model. MLX thread. Raises `ModelLoadError`."""
-    config = read_model_json(folder / "config.json")
-    try:
-        model = _build(folder, config, target)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # missing weights, or a model of other code
-        reason = f"its config.json has no {error.args[0]}" if isinstance(error, KeyError) else error
-        raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {reason}.") from error
-    yield 0.0
-    yield from prepare_weights(model, dtype)
-    text = {**config["text_config"], "vocab_size": target.vocab_size}
-    return LoadedModel(name, model, {**text, "model_type": config["model_type"]}, None)
 
 
 def build_assistant(config: Mapping[str, Any], target: LoadedModel) -> AssistantModel:
@@ -194,22 +170,15 @@ def build_assistant(config: Mapping[str, Any], target: LoadedModel) -> Assistant
     return AssistantModel(body, str(config["model_type"]))
 
 
-def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> AssistantModel:
+def read_assistant(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
+    """As `build_assistant`, with the `stored` weights."""
     model = build_assistant(config, target)
-    body = model.model
-    weights: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        arrays = cast("dict[str, mx.array]", mx.load(str(path)))
-        weights |= {name.removeprefix("model."): array for name, array in arrays.items()}
-    if (ordering := "masked_embedding.token_ordering") in weights:
+    weights = {f"model.{name.removeprefix('model.')}": array for name, array in stored.items()}
+    if (ordering := "model.masked_embedding.token_ordering") in weights:
         weights[ordering] = weights[ordering].astype(mx.int32)
-    if "lm_head" not in body:
-        weights = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
-    quantize_as_stored(model, config.get("quantization"), weights)
-    body.load_weights(list(weights.items()))
-    if is_gpu():
-        model.set_dtype(body.link.last_norm().weight.dtype)
-    return cast(AssistantModel, model.eval())
+    if "lm_head" not in model.model:
+        weights = {name: array for name, array in weights.items() if not name.startswith("model.lm_head.")}
+    return BuiltDrafter(model, weights, {**config["text_config"], "model_type": config["model_type"]})
 
 
 def _lenders(shape: gemma4_text.ModelArgs, target: LoadedModel) -> dict[str, int]:
@@ -236,9 +205,7 @@ def _check_fit(shape: gemma4_text.ModelArgs, body: AssistantBody, target: Loaded
         num_heads, num_stored = layer.self_attn.n_heads, lender.n_kv_heads
         if num_heads % num_stored:
             raise ValueError(f"its {num_heads} heads cannot share the model's {num_stored}")
-    for name, (wanted, found) in sizes.items():
-        if wanted != found:
-            raise ValueError(f"its {name} is {wanted}, the model has {found}; take the assistant made for this model")
+    check_sizes("assistant", sizes)
 
 
 def reads(cache: PagedKVCache, body: AssistantBody) -> list[tuple[PagedLayerCache, int]]:

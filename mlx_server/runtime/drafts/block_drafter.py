@@ -19,19 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base, qwen3
 from mlx_lm.models.cache import KVCache
 
-from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, quantize_as_stored, text_part
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, Weights, check_sizes
+from mlx_server.runtime.drafts.heads import DrafterModel, HeadLink, body_name, layers_of, link_to, text_part
 from mlx_server.runtime.drafts.layer_taps import calls_each_once
-from mlx_server.runtime.models.folder import is_block_drafter, read_model_json
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
+from mlx_server.runtime.models.loader import LoadedModel
 
 _SLIDING = "sliding_attention"
 
@@ -283,13 +281,10 @@ class BlockBody(nn.Module):  # type: ignore[misc]
         return features
 
 
-class BlockModel(nn.Module):  # type: ignore[misc]
-    """A drafter with the interface of mlx-lm's models, for a `ModelRunner` of its own."""
+class BlockModel(DrafterModel):
+    """A drafter."""
 
-    def __init__(self, body: BlockBody, model_type: str) -> None:
-        super().__init__()
-        self.model = body
-        self.model_type = model_type
+    model: BlockBody
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         shape, link = self.model.shape, self.model.link
@@ -298,46 +293,22 @@ class BlockModel(nn.Module):  # type: ignore[misc]
         logits: mx.array = link.output(hidden) * shape.output_scale
         return logits if shape.softcap is None else mx.tanh(logits / shape.softcap) * shape.softcap
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        layers: list[nn.Module] = self.model.layers
-        return layers
-
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in self.layers]  # a layer's window is in its mask
 
 
-def load_block_drafter(name: str, folder: Path, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:
-    """Loads the drafter in `folder` for its `target` model. MLX thread. Raises `ModelLoadError`."""
-    config = read_model_json(folder / "config.json")
-    assert is_block_drafter(config)
-    try:
-        model = _build(folder, config, target)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # missing weights, or a model of other code
-        reason = f"its config.json has no {error.args[0]}" if isinstance(error, KeyError) else error
-        raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {reason}.") from error
-    yield 0.0
-    yield from prepare_weights(model, dtype)
-    return LoadedModel(name, model, {**config, "vocab_size": target.vocab_size}, None)
-
-
-def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> BlockModel:
+def read_block_drafter(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
+    """The drafter that a config.json describes, linked to `target`, with the `stored` weights. Raises `KeyError`,
+    `TypeError` or `ValueError` for a configuration of another kind or for another model."""
     shape = BlockShape.of(config)
     _check_fit(shape, target)
     owner = text_part(target.model)
     own = link_to(owner)
-    weights: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        weights |= {_own_name(name): array for name, array in cast("dict[str, mx.array]", mx.load(str(path))).items()}
-    embeds = "embed_tokens.weight" in weights
+    weights = {f"model.{_own_name(name)}": array for name, array in stored.items()}
+    embeds = "model.embed_tokens.weight" in weights
     scale = 1.0 if embeds else float(getattr(getattr(owner, body_name(owner)), "embed_scale", 1.0))
     link = BlockLink(own.embed, own.output, own.last_norm, scale=shape.input_scale * scale)
-    model = BlockModel(BlockBody(shape, link, embeds=embeds), str(config["model_type"]))
-    quantize_as_stored(model, config.get("quantization"), weights)
-    model.model.load_weights(list(weights.items()))
-    if is_gpu():
-        model.set_dtype(link.last_norm().weight.dtype)
-    return cast(BlockModel, model.eval())
+    return BuiltDrafter(BlockModel(BlockBody(shape, link, embeds=embeds), str(config["model_type"])), weights, config)
 
 
 def _own_name(name: str) -> str:
@@ -353,9 +324,7 @@ def _check_fit(shape: BlockShape, target: LoadedModel) -> None:
         "num_target_layers": (shape.num_target_layers, len(layers)),
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
     }
-    for name, (wanted, found) in sizes.items():
-        if wanted != found:
-            raise ValueError(f"its {name} is {wanted}, the model has {found}; take the drafter made for this model")
+    check_sizes("drafter", sizes)
     if shape.block_size < 2 or not 0 <= shape.mask_token_id < shape.plain.vocab_size:
         raise ValueError(f"its block_size is {shape.block_size} and its mask_token_id {shape.mask_token_id}")
     if max(shape.target_layer_ids) >= shape.num_target_layers or min(shape.target_layer_ids) < 0:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,11 +24,11 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.drafts.heads import HeadLink, layers_of, link_to, quantize_as_stored, scattered, text_part
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, Weights, check_sizes
+from mlx_server.runtime.drafts.heads import DrafterModel, HeadLink, layers_of, link_to, scattered, text_part
 from mlx_server.runtime.drafts.layer_taps import calls_each_once
-from mlx_server.runtime.models.folder import eagle_layers, read_model_json
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
+from mlx_server.runtime.models.folder import eagle_layers
+from mlx_server.runtime.models.loader import LoadedModel
 
 _NUM_TAPPED = 3
 
@@ -133,15 +132,15 @@ class EagleBody(nn.Module):  # type: ignore[misc]
         return features
 
 
-class EagleModel(nn.Module):  # type: ignore[misc]
-    """A drafter with the interface of mlx-lm's models, for a `ModelRunner` of its own."""
+class EagleModel(DrafterModel):
+    """A drafter."""
+
+    model: EagleBody
 
     def __init__(self, body: EagleBody, vocab_size: int, *, has_output: bool) -> None:
         """Without `has_output`, it has the model's output matrix. `vocab_size` is the model's."""
-        super().__init__()
+        super().__init__(body, "eagle3")
         shape = body.shape
-        self.model = body
-        self.model_type = "eagle3"
         if has_output:
             self.lm_head = nn.Linear(shape.plain.hidden_size, shape.draft_vocab_size, bias=False)
         self._vocab_size = vocab_size
@@ -156,46 +155,24 @@ class EagleModel(nn.Module):  # type: ignore[misc]
         tokens = mx.arange(self.d2t.size, dtype=mx.int32) + self.d2t
         return scattered(logits, mx.broadcast_to(tokens, logits.shape), self._vocab_size)
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        layers: list[nn.Module] = self.model.layers
-        return layers
-
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in self.layers]
 
 
-def load_eagle(name: str, folder: Path, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:
-    """Loads the drafter in `folder` for its `target` model. MLX thread. Raises `ModelLoadError`."""
-    config = read_model_json(folder / "config.json")
-    try:
-        model = _build(folder, config, target)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # missing weights, or a model of other code
-        reason = f"its config.json has no {error.args[0]}" if isinstance(error, KeyError) else error
-        raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {reason}.") from error
-    yield 0.0
-    yield from prepare_weights(model, dtype)
-    return LoadedModel(name, model, {**eagle_layers(config), "vocab_size": target.vocab_size}, None)
-
-
-def _build(folder: Path, config: Mapping[str, Any], target: LoadedModel) -> EagleModel:
+def read_eagle(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
+    """The drafter that a config.json describes, linked to `target`, with the `stored` weights. Raises `KeyError`,
+    `TypeError` or `ValueError` for a configuration of another kind or for another model."""
     shape, target_size = EagleShape.of(config), target.setting("hidden_size", "dim", "n_embd")
-    weights: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        arrays = cast("dict[str, mx.array]", mx.load(str(path)))
-        weights |= {_own_name(name): array for name, array in arrays.items()}
+    weights = {_own_name(name): array for name, array in stored.items()}
     weights = {name: array for name, array in weights.items() if not name.startswith(("t2d", "verifier_"))}
     embeds = "model.embed_tokens.weight" in weights
     _check_fit(shape, target_size, target, embeds=embeds)
     body = EagleBody(shape, target_size or 0, link_to(text_part(target.model)), embeds=embeds)
     model = EagleModel(body, target.vocab_size, has_output="lm_head.weight" in weights)
     if "d2t" in weights:
-        weights["d2t"] = weights["d2t"].astype(mx.int32)
-    quantize_as_stored(model, config.get("quantization"), {n.removeprefix("model."): a for n, a in weights.items()})
-    model.load_weights([(name, array) for name, array in weights.items() if "d2t" in model or name != "d2t"])
-    if is_gpu():
-        model.set_dtype(body.link.last_norm().weight.dtype)
-    return cast(EagleModel, model.eval())
+        offsets = weights.pop("d2t").astype(mx.int32)
+        weights |= {"d2t": offsets} if "d2t" in model else {}
+    return BuiltDrafter(model, weights, eagle_layers(config))
 
 
 def _own_name(name: str) -> str:
@@ -212,9 +189,7 @@ def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, 
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
         "hidden_size without embeddings": (target_size if embeds else shape.plain.hidden_size, target_size),
     }
-    for name, (wanted, found) in sizes.items():
-        if wanted != found:
-            raise ValueError(f"its {name} is {wanted}, the model has {found}; take the drafter made for this model")
+    check_sizes("drafter", sizes)
     tapped = shape.tapped(len(layers))
     if min(tapped) < 0 or max(tapped) >= len(layers) or len({*tapped}) < _NUM_TAPPED:
         raise ValueError(f"it reads the inputs of layers {[i + 1 for i in tapped]}, the model has {len(layers)} layers")

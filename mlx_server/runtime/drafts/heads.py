@@ -85,22 +85,34 @@ class HeadBody(nn.Module):  # type: ignore[misc]
         return normed
 
 
-class HeadModel(nn.Module):  # type: ignore[misc]
-    """A head with the interface of mlx-lm's models, for a `ModelRunner` of its own."""
+class DrafterModel(nn.Module):  # type: ignore[misc]
+    """The base of models that only draft for another one, with the interface of mlx-lm's models, for a `ModelRunner` of
+    their own. `model` is all but the output matrix."""
 
-    def __init__(self, body: HeadBody, caches: list[Any], model_type: str) -> None:
+    model: Any
+
+    def __init__(self, body: nn.Module, model_type: str) -> None:
         super().__init__()
         self.model = body
         self.model_type = model_type
-        object.__setattr__(self, "_empty_caches", caches)
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        return self.model.link.output(self.model(inputs, cache or [None] * len(self.layers)))
 
     @property
     def layers(self) -> list[nn.Module]:
         layers: list[nn.Module] = self.model.layers
         return layers
+
+
+class HeadModel(DrafterModel):
+    """A head."""
+
+    model: HeadBody
+
+    def __init__(self, body: HeadBody, caches: list[Any], model_type: str) -> None:
+        super().__init__(body, model_type)
+        object.__setattr__(self, "_empty_caches", caches)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.model.link.output(self.model(inputs, cache or [None] * len(self.layers)))
 
     def make_cache(self) -> list[Any]:
         return deepcopy(self._empty_caches)
