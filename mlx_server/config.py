@@ -70,7 +70,7 @@ class ModelConfig:
     served_model_name: Text = declare(None, "name that clients use; default: the model's own")
     adapter: _Adapters = declare(
         None,
-        "adapters in mlx-lm's format, served beside the model as `model:name`: NAME=FOLDER, or FOLDER, whose last part "
+        "adapters of mlx-lm or PEFT, served beside the model as `model:name`: NAME=FOLDER, or FOLDER, whose last part "
         "is then the name; several are joined by `:`",
     )
     draft_model: Text = declare(None, "a smaller model of the same vocabulary, or a drafter made for this model")

@@ -30,7 +30,7 @@ def hub_id(name: str) -> str | None:
 
 
 class Adapter(NamedTuple):
-    """A folder with an adapter in mlx-lm's format. Clients ask for it as `model:name`."""
+    """A folder with an adapter, of mlx-lm or PEFT. Clients ask for it as `model:name`."""
 
     name: str
     folder: str

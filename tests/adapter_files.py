@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,21 @@ def plain_model(folder: Path, adapter: Path | None = None) -> nn.Module:
     """The model as mlx-lm loads it, with an adapter or without."""
     model, _ = load_model(folder)
     return model if adapter is None else load_adapters(model, str(adapter)).eval()
+
+
+def save_as_peft(adapter: Path, path: Path, to_name: Callable[[str], str] = str, **settings: Any) -> Path:
+    """An adapter of `write_adapter` as PEFT would have saved it. `to_name` gives transformers' name of a layer."""
+    parameters = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
+    tensors = {}
+    for name, array in mx.load(str(adapter / "adapters.safetensors")).items():
+        layer, _, matrix = name.rpartition(".lora_")
+        kind = "lora_embedding_{}" if layer.endswith("embed_tokens") else "lora_{}.weight"
+        if layer.endswith("embed_tokens"):  # as PEFT does for embeddings
+            tensors[f"base_model.model.{to_name(layer)}.base_layer.weight"] = mx.zeros((len(array), 8))
+        tensors[f"base_model.model.{to_name(layer)}.{kind.format(matrix.upper())}"] = mx.contiguous(array.T)
+    path.mkdir()
+    mx.save_safetensors(str(path / "adapter_model.safetensors"), tensors)
+    alpha = parameters["scale"] * parameters["rank"]
+    settings = {"peft_type": "LORA", "r": parameters["rank"], "lora_alpha": alpha, **settings}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path

@@ -1,4 +1,5 @@
-"""LoRA and DoRA adapters in mlx-lm's format. A model can have several LoRA adapters, and each row of a batch its own.
+"""LoRA and DoRA adapters in mlx-lm's format, and LoRA adapters in PEFT's. A model can have several LoRA adapters, and
+each row of a batch its own.
 
 A layer computes its own product once for all rows. The matrices of its adapters lie side by side; each takes as many
 columns as its rank:
@@ -29,9 +30,10 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.model_entries import Adapter
+from mlx_server.model_entries import Adapter, hub_id
 from mlx_server.runtime.attention.cache_views import RowGroup, UnpageableError
 from mlx_server.runtime.attention.interface import IntArray
+from mlx_server.runtime.layers.peft import BASE_LAYER, PEFT_WEIGHTS, SETTINGS_FILE, apply_peft
 from mlx_server.runtime.models.folder import TensorHeader, read_headers
 
 NONE = -1
@@ -296,7 +298,6 @@ class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
         return y + z.astype(x.dtype)
 
 
-SETTINGS_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapters.safetensors"
 
 
@@ -304,14 +305,23 @@ def apply_adapter(model: Any, adapter: Adapter) -> None:
     """Applies an adapter to `model` for all rows. Its weights are lazy until they are evaluated. Raises
     `ModelLoadError` if the folder has no adapter, or one for another model."""
     folder = adapter.path
-    missing = [name for name in (SETTINGS_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
+    weights = _weights_file(adapter)
+    missing = [name for name in (SETTINGS_FILE, weights) if not (folder / name).is_file()]
     if missing:
+        on_hub = (
+            ""
+            if folder.exists() or hub_id(adapter.folder) is None
+            else (f" One of the hub must be fetched first: hf download {adapter.folder} --local-dir FOLDER.")
+        )
         raise ModelLoadError(
             f"--adapter {adapter.folder} has no {' and no '.join(missing)}; it must be a folder that mlx_lm.lora has "
-            "written."
+            f"written, or PEFT, with {PEFT_WEIGHTS}.{on_hub}"
         )
     try:
-        load_adapters(model, str(folder))
+        if weights == PEFT_WEIGHTS:
+            apply_peft(model, adapter)
+        else:
+            load_adapters(model, str(folder))
     except Exception as error:  # mlx-lm raises errors of any kind for bad files
         raise ModelLoadError(
             f"The adapter in {folder} does not fit the model: {type(error).__name__}: {error}"
@@ -352,9 +362,16 @@ def merged_adapter(adapters: Sequence[Adapter]) -> Adapter | None:
 
 
 def adapter_tensors(adapter: Adapter) -> list[TensorHeader]:
-    """The tensor headers of an adapter's weight file; empty if there is no file."""
-    path = adapter.path / WEIGHTS_FILE
-    return list(read_headers(path).values()) if path.is_file() else []
+    """The headers of an adapter's own tensors; empty if there is no file."""
+    path = adapter.path / _weights_file(adapter)
+    headers = read_headers(path) if path.is_file() else {}
+    return [header for name, header in headers.items() if not name.endswith(BASE_LAYER)]
+
+
+def _weights_file(adapter: Adapter) -> str:
+    """mlx-lm's, unless there is only PEFT's."""
+    is_peft = not (adapter.path / WEIGHTS_FILE).is_file() and (adapter.path / PEFT_WEIGHTS).is_file()
+    return PEFT_WEIGHTS if is_peft else WEIGHTS_FILE
 
 
 def _kind(adapter: Adapter) -> str:
