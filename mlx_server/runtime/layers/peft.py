@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +31,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(
 BASE_LAYER = ".base_layer.weight"
 """Ends the names of weights of the model itself, which PEFT saves with an adapter for its embeddings."""
 _IN_STACK = re.compile(r"(?:^|\.)(layers\.\d+\..+)")
+_KINDS = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
 _REFUSED = ("use_dora", "alora_invocation_tokens")
 """Settings of adapters that are more than a product of two matrices at each token."""
 
@@ -45,42 +46,35 @@ def apply_peft(model: nn.Module, adapter: Adapter) -> None:
         if settings.get(name):
             raise ValueError(f"{name} is not supported; merge it into the model with PEFT, and convert the result")
     pairs: dict[str, dict[str, mx.array]] = {}
-    for name, array in mx.load(str(adapter.path / PEFT_WEIGHTS)).items():
+    for name, array in cast("dict[str, mx.array]", mx.load(str(adapter.path / PEFT_WEIGHTS))).items():
         if name.endswith(BASE_LAYER):
             continue
         found = _TENSOR.fullmatch(name)
         if found is None:
             raise ValueError(f"its tensor {name} is not one of LoRA's matrices")
         pairs.setdefault(found[1], {})[found[2]] = array
-    layers = _Layers(model)
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, _KINDS)}
     tuned = {}
     for path, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
             raise ValueError(f"it has only one of the two matrices of {path}")
-        place = layers.find(path)
-        tuned[place] = _tuned(path, layers.modules[place], pair["A"], pair["B"], settings)
+        own = _own_path(path, layers)
+        tuned[own] = _tuned(path, layers[own], pair["A"], pair["B"], settings)
     model.update_modules(tree_unflatten(list(tuned.items())))
 
 
-class _Layers:
-    """A model's layers that adapters can change, by their path in mlx-lm's model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        kinds = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
-        self.modules = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
-
-    def find(self, path: str) -> str:
-        """The layer that transformers calls `path`: mlx-lm's own has the same path, or the same end from `layers.N.`
-        on, as with a model of text and images (`model.language_model.layers.0.mlp.up_proj` is
-        `language_model.model.layers.0.mlp.up_proj`). Raises `ValueError` if no layer fits, or several."""
-        if path in self.modules:
-            return path
-        in_stack = _IN_STACK.search(path)
-        end = path.rpartition(".")[2] if in_stack is None else in_stack[1]
-        fitting = [own for own in self.modules if own.endswith(f".{end}") and _is_seen(own) == _is_seen(path)]
-        if len(fitting) != 1:
-            raise ValueError(f"the model has no layer {path}" if not fitting else f"{path} may be any of {fitting}")
-        return fitting[0]
+def _own_path(path: str, layers: Mapping[str, nn.Module]) -> str:
+    """mlx-lm's path of the layer that transformers calls `path`: the same, or the one with the same end from
+    `layers.N.` on, as with a model of text and images (`model.language_model.layers.0.mlp.up_proj` is
+    `language_model.model.layers.0.mlp.up_proj`). Raises `ValueError` if none of `layers` fits, or several."""
+    if path in layers:
+        return path
+    in_stack = _IN_STACK.search(path)
+    end = path.rpartition(".")[2] if in_stack is None else in_stack[1]
+    fitting = [own for own in layers if own.endswith(f".{end}") and _is_seen(own) == _is_seen(path)]
+    if len(fitting) != 1:
+        raise ValueError(f"the model has no layer {path}" if not fitting else f"{path} may be any of {fitting}")
+    return fitting[0]
 
 
 def _is_seen(path: str) -> bool:
