@@ -310,11 +310,12 @@ class ModelPool:
     async def _take_room(self, model: PooledModel, need: MemoryNeed) -> None:
         """Books the model's memory. Models that must wait for models in use do so one after another; others do not wait
         for them."""
+        deadline_s = self._clock() + self._settings.room_timeout_s
         if await self._room.make_at_once(model, need):
             model.share = self.budget.take(model.name, need)
             return
         async with self._room_turn:
-            await self._room.make(model, need)
+            await self._room.make(model, need, deadline_s)
             model.share = self.budget.take(model.name, need)
 
     async def _start_engine(self, model: PooledModel) -> None:

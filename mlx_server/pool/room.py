@@ -82,23 +82,21 @@ class RoomMaker:
             await self._unload(min(idle, key=lambda model: model.last_used_s))
         return model.name not in self._gave_way
 
-    async def make(self, model: PooledModel, need: MemoryNeed) -> None:
+    async def make(self, model: PooledModel, need: MemoryNeed, deadline_s: float) -> None:
         """Returns when `need` fits, or when waiting cannot make it fit: the budget then says why. Raises
-        `OverloadedError` when the models in use leave no room, at once or after `room_timeout_s`, and
-        `UnwantedError`."""
-        deadline_s = self._clock() + self._settings.room_timeout_s
+        `OverloadedError` when the models in use leave no room, at once or at `deadline_s`, and `UnwantedError`."""
         try:
             while self._is_missing(model, need) and self._can_fit_ever(need):
                 if await self._cut_pools(need):
                     continue
                 idle = self._idle()
-                if (idle and self._is_enough(idle, need)) or not self._in_use():
-                    if not idle:
-                        return
+                if idle and self._is_enough(idle, need):
                     oldest = min(idle, key=lambda model: model.last_used_s)
                     self._gave_way.add(oldest.name)
                     await self._unload(oldest)
                     continue
+                if not self._in_use():
+                    return
                 now = self._clock()
                 if self._settings.when_full == "fail" or now >= deadline_s:
                     raise OverloadedError(self._refusal(model.name, need), _BUSY_RETRY_S)

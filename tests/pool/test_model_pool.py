@@ -129,9 +129,19 @@ class Factory:
 
 
 class World:
-    """Models of 100 MiB each in a budget for two, on a clock that stands still."""
+    """Models of 100 MiB each in a budget for two, on a clock that stands still. Other programs use `others_mib` of
+    the machine's memory of `total_mib`, of which `reserve_mib` are to stay free."""
 
-    def __init__(self, *names: str, entries: tuple[ModelEntry, ...] = (), limit_mib: int = 200, **settings: Any):
+    def __init__(
+        self,
+        *names: str,
+        entries: tuple[ModelEntry, ...] = (),
+        limit_mib: int = 200,
+        total_mib: int = 2**21,
+        others_mib: int = 0,
+        reserve_mib: int = 0,
+        **settings: Any,
+    ):
         self.now_s = 1000.0
         self.need_mib: dict[str, int] = {}
         entries = entries or tuple(ModelEntry(id=name, model=f"/models/{name}") for name in names)
@@ -139,16 +149,20 @@ class World:
         self.factory = Factory()
         self.factory.gate.set()
         self.factory.stop_gate.set()
-        plenty = MemoryReading(2**41, 2**41, 2**41, 0)
         self.pool = ModelPool(
             Catalog(config),
-            MemoryBudget(limit_mib * MIB, read=lambda: plenty),
+            MemoryBudget(limit_mib * MIB, reserve_mib * MIB, read=self._read),
             config.pool,
             Surroundings(self.factory),  # type: ignore[arg-type]
             new_engine=self.factory.make,  # type: ignore[arg-type]
             estimate=lambda config: MemoryNeed(self.need_mib.get(config.model.model, 100) * MIB, 0, 0),
             clock=lambda: self.now_s,
         )
+        self._total_bytes, self._others_bytes = total_mib * MIB, others_mib * MIB
+
+    def _read(self) -> MemoryReading:
+        available = max(0, self._total_bytes - self._others_bytes - self.pool.budget.held_bytes)
+        return MemoryReading(self._total_bytes, available, self._total_bytes, 0)
 
     async def use(self, name: str) -> None:
         """A short request."""
@@ -734,6 +748,24 @@ async def test_what_can_never_fit_is_refused_with_the_numbers_and_evicts_nobody(
     await world.pool.stop(0.0)
 
 
+@pytest.mark.parametrize(
+    ("asked_mib", "others_mib", "reserve_mib"),
+    [(500, 700, 0), (100, 850, 100)],
+    ids=["idle models are not enough", "more than the reserve is used"],
+)
+async def test_where_other_programs_leave_too_little_nobody_is_evicted_in_vain(
+    asked_mib: int, others_mib: int, reserve_mib: int
+):
+    free = dict(limit_mib=1000, total_mib=1000, others_mib=others_mib, reserve_mib=reserve_mib)
+    async with world_of(entries=own_names("a", "b"), **free) as world:
+        world.need_mib["b"] = asked_mib
+        world.need_mib["a"] = 50
+        await world.use("a")
+        with pytest.raises(InsufficientMemoryError, match=rf"model b needs {asked_mib} MiB"):
+            await world.use("b")
+        assert world.states() == {"a": "ready", "b": "failed"}
+
+
 async def test_with_fail_a_model_that_needs_the_memory_of_busy_ones_is_refused_at_once():
     async with world_of("a", "b", "c", when_full="fail") as world:
         leases = [await world.pool.acquire(name) for name in ("a", "b")]
@@ -860,6 +892,23 @@ async def test_waiting_has_an_end():
         with pytest.raises(OverloadedError, match="in use"):
             await waiting
         for lease in leases:
+            lease.end()
+
+
+async def test_models_that_wait_one_behind_the_other_wait_no_longer_than_one():
+    async with world_of("a", "b", "c", "d", "e", room_timeout_s=60.0) as world:
+        leases = [await world.pool.acquire(name) for name in ("a", "b")]
+        waiting = [asyncio.create_task(world.pool.acquire(name)) for name in ("c", "d", "e")]
+        await until(lambda: [world.states()[name] for name in ("c", "d", "e")] == ["loading"] * 3)
+        await asyncio.sleep(0.02)
+        world.now_s += 60.0
+        leases[0].end()
+        (await waiting[0]).end()
+        leases.append(await world.pool.acquire("c"))
+        for other in waiting[1:]:
+            with pytest.raises(OverloadedError, match="in use"):
+                await other
+        for lease in leases[1:]:
             lease.end()
 
 

@@ -65,12 +65,16 @@ class MemoryBudget:
 
     def free_for(self, asking: MemoryShare | None) -> int:
         """What `asking` may book now."""
-        unused = self.read().available_bytes - self.reserve_bytes - self.pending_bytes(asking)
-        return max(0, min(self.limit_bytes - self.held_bytes, unused))
+        return max(0, self._room_for(asking))
 
     def missing_bytes(self, need: MemoryNeed) -> int:
         """How much must be freed before `need` fits; 0 if it fits."""
-        return max(0, need.total_bytes - self.free_bytes)
+        return max(0, need.total_bytes - self._room_for(None))
+
+    def _room_for(self, asking: MemoryShare | None) -> int:
+        """As `free_for`; negative where more is used than there is."""
+        unused = self.read().available_bytes - self.reserve_bytes - self.pending_bytes(asking)
+        return min(self.limit_bytes - self.held_bytes, unused)
 
     def take(self, owner: str, need: MemoryNeed) -> MemoryShare:
         """Books what loading `owner` will need. Raises `InsufficientMemoryError` with the numbers."""

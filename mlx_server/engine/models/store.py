@@ -21,6 +21,7 @@ from mlx_server.engine.fair_slots import in_daemon_thread, take_error
 from mlx_server.errors import OverloadedError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models.bundled import SMOLLM2
+from mlx_server.runtime.models.folder import HUB_FILES
 from mlx_server.runtime.models.gguf import native_weight_format
 from mlx_server.runtime.models.progress import Progress, progress_of
 from mlx_server.runtime.models.resolve import resolve_model
@@ -55,7 +56,8 @@ def find_pulled(name: str) -> Path | None:
         found = min(folders, key=lambda folder: (folder.name != native, folder))
     if found is None and (repo := hub_id(name)) is not None:
         try:
-            return Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
+            # Its client knows which files a model has on the hub, and takes one without all that match for incomplete.
+            return Path(huggingface_hub.snapshot_download(repo, local_files_only=True, allow_patterns=list(HUB_FILES)))
         except (LocalEntryNotFoundError, HFValidationError):
             return None
     return found

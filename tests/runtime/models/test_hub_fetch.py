@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from mlx_server.cli.main import main
+from mlx_server.engine.models.store import find_pulled
 from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.models import hub_fetch
 from mlx_server.runtime.models.progress import progress_of
@@ -176,7 +177,9 @@ def test_a_model_comes_once_and_is_listed_while_it_does(hub: Hub) -> None:
         seen.append((found.stage, found.total_bytes))
 
     hub.on_get = look
-    check_whole(hub, resolve_model(NAME))
+    folder = resolve_model(NAME)
+    check_whole(hub, folder)
+    assert find_pulled(NAME) == folder, "files that are not wanted are not missing"
     wanted = sum(len(content) for name, content in hub.files.items() if name != "pytorch_model.bin")
     assert seen == [("fetching", wanted)] * 2
     assert progress_of(NAME) is None
