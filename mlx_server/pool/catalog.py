@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.loading import ServedNames, served_names
-from mlx_server.engine.models.store import find_in, find_pulled, models_in, stored_models
+from mlx_server.engine.models.store import find_in, find_pulled, models_in, pulled_names
 from mlx_server.environment import expanded
 from mlx_server.errors import ModelNotFoundError
-from mlx_server.model_entries import ModelEntry
+from mlx_server.model_entries import ModelEntry, hub_id
 
 LATEST_TAG = ":latest"
 """Clients of Ollama put it after every name, whichever route they use."""
@@ -101,15 +101,19 @@ class Catalog:
         found = self.look_up(name)
         if found is None:
             self._check_adapter(name)
-            raise model_not_found(name, [offer.name for offer in self.offered()])
+            raise model_not_found(name, self._names(), lambda near: self.look_up(near) is not None)
         return found
 
     def look_up(self, name: str) -> Offer | None:
-        """Like `offer`, but None for an unknown name. A name with `LATEST_TAG` is also looked up without it."""
-        for form in dict.fromkeys((name, name.removesuffix(LATEST_TAG))):
+        """Like `offer`, but None for an unknown name. A name with `LATEST_TAG` is also looked up without it, and the
+        address of a page of the hub as the model's id."""
+        written = (name, name.removesuffix(LATEST_TAG))
+        ids = dict.fromkeys(hub_id(form) or form for form in written)
+        for form in (*written, *ids):
             known = self._by_name.get(form)
             if known is not None:
                 return known
+        for form in ids:
             folder = self._find_folder(form)
             if folder is not None:
                 return Offer(self._spec_of(form, str(folder)))
@@ -117,16 +121,20 @@ class Catalog:
 
     def offered(self) -> Iterator[Offer]:
         """All offers: the configured models, then those in folders."""
-        for spec in self.configured:
-            yield from spec.offers()
-        pool = self._config.pool
-        names = [name for folder in _folders(pool) for name in models_in(folder)]
-        if pool.pulled_models:
+        for name in self._names():
+            known = self._by_name.get(name)
             # A pull that runs or was cut off leaves a model of the hub that is stored in part and cannot be found.
-            names += [model.name for model in stored_models() if find_pulled(model.name) is not None]
-        for name in dict.fromkeys(names):
-            if name not in self._by_name:
+            if known is not None:
+                yield known
+            elif self._find_folder(name) is not None:
                 yield Offer(self._spec_of(name, name))
+
+    def _names(self) -> Iterable[str]:
+        """The names of the offers, and of models of the hub that are stored in part. Fast, for any number of models."""
+        pool = self._config.pool
+        names = [offer.name for spec in self.configured for offer in spec.offers()]
+        names += [name for folder in _folders(pool) for name in models_in(folder)]
+        return dict.fromkeys([*names, *(pulled_names() if pool.pulled_models else ())])
 
     def missing(self) -> Iterator[str]:
         """A sentence for each name in the settings that stands for nothing yet: folders of models, and models of tiers.
@@ -160,12 +168,16 @@ class Catalog:
         return ModelSpec(served_names(config.model), config, idle_ttl_s=self._config.pool.idle_ttl_s or None)
 
 
-def model_not_found(name: str, served: Collection[str]) -> ModelNotFoundError:
-    """The error for a name that is not in `served`, with the most similar one that is. Owners, sizes and case are often
-    written differently."""
+def model_not_found(
+    name: str, served: Iterable[str], is_served: Callable[[str], bool] = lambda near: True
+) -> ModelNotFoundError:
+    """The error for a name that is not in `served`, with the most similar one that is, if it `is_served`. Owners, sizes
+    and case are often written differently."""
     by_key = {_comparable(known): known for known in sorted(served, reverse=True)}
     close = difflib.get_close_matches(_comparable(name), by_key, n=1, cutoff=0.5)
-    return ModelNotFoundError(name, f"Did you mean `{by_key[close[0]]}`?") if close else ModelNotFoundError(name)
+    if close and is_served(near := by_key[close[0]]):
+        return ModelNotFoundError(name, f"Did you mean `{near}`?")
+    return ModelNotFoundError(name)
 
 
 def _comparable(name: str) -> str:

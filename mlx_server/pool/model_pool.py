@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
@@ -98,8 +98,11 @@ class ModelPool:
     def find(self, name: str | None) -> PooledModel:
         """The model with this name or alias, in any state; the default one for None or an empty name. Raises
         `ModelNotFoundError`."""
-        spec = self.offer(name).spec
-        return self._models.get(spec.name) or self._models.setdefault(spec.name, PooledModel(spec))
+        return self.model_of(self.offer(name))
+
+    def model_of(self, offer: Offer) -> PooledModel:
+        """The model of an offer, in any state."""
+        return self._models.get(offer.spec.name) or self._models.setdefault(offer.spec.name, PooledModel(offer.spec))
 
     def offer(self, name: str | None) -> Offer:
         """What a name stands for: a model, alone or with one of its adapters. Raises `ModelNotFoundError`."""
@@ -109,9 +112,11 @@ class ModelPool:
         """Like `offer`, but None for an unknown name."""
         return self._held(name) or self._catalog.look_up(name)
 
-    def offered(self) -> Iterator[Offer]:
-        """All offers. Looks on disk."""
-        return self._catalog.offered()
+    async def offered(self, tier: Tier | None = None) -> list[Offer]:
+        """All offers, or those that the tier may use. Looks on disk, in a thread."""
+        offers = await asyncio.to_thread(lambda: list(self._catalog.offered()))
+        allowed = None if tier is None or tier.models is None else set(self._served(tier.models))
+        return [self._held(offer.name) or offer for offer in offers if allowed is None or offer.name in allowed]
 
     def may_use(self, tier: Tier, name: str | None) -> bool:
         """Whether the tier may use the model, by any of its names. A model with an adapter counts as a model of its

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.distributed.ranks import Ranks
@@ -239,8 +240,8 @@ async def test_folders_and_pulled_models_are_offered_only_where_they_are_asked_f
     model_folder(tmp_path / "home" / "models" / "pulled")
     model_folder(tmp_path / "folder" / "own")
     closed, open_ = World("a"), World("a", model_folders=str(tmp_path / "folder"), pulled_models=True)
-    assert [spec.name for spec in closed.pool.offered()] == ["a"]
-    assert [spec.name for spec in open_.pool.offered()][:3] == ["a", "own", "pulled"]
+    assert [offer.name for offer in await closed.pool.offered()] == ["a"]
+    assert [offer.name for offer in await open_.pool.offered()][:3] == ["a", "own", "pulled"]
     with pytest.raises(ModelNotFoundError):
         closed.pool.find("pulled")
     assert open_.pool.find("pulled").spec.root == str(tmp_path / "home" / "models" / "pulled")
@@ -252,11 +253,29 @@ async def test_a_model_that_is_being_pulled_is_not_offered(tmp_path: Path, monke
     """Lists of models are made of offers, each of which must be found."""
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
     model_folder(tmp_path / "hub" / "models--owner--new" / "snapshots" / ("0" * 40))  # not yet named in refs/
-    scan = store.huggingface_hub.scan_cache_dir
-    monkeypatch.setattr(store.huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path / "hub"))
-    assert [model.name for model in store.stored_models()] == ["owner/new"]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert store.pulled_names() == ["owner/new"]
     async with world_of("a", pulled_models=True) as world:
-        assert [offer.name for offer in world.pool.offered()] == ["a"]
+        assert [offer.name for offer in await world.pool.offered()] == ["a"]
+        with pytest.raises(ModelNotFoundError, match=r"does not exist\. GET /v1/models lists"):
+            await world.pool.acquire("owner/new-4bit")
+
+
+async def test_a_model_of_the_hub_is_one_by_all_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    repo = tmp_path / "hub" / "models--owner--name"
+    model_folder(repo / "snapshots" / ("c" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    entries = (ModelEntry(id="owner/name", model="owner/name", aliases=("mine",)), ModelEntry(id="b", model="b"))
+    pages = ("hf.co/owner/name:latest", "https://huggingface.co/owner/name", "hf.co/owner/name", "owner/name:latest")
+    async with world_of(entries=entries, pulled_models=True) as world:
+        assert {world.pool.find(name).name for name in (*pages, "mine")} == {"owner/name"}
+        assert [offer.name for offer in await world.pool.offered()] == ["owner/name", "b"]
+    async with world_of("b", pulled_models=True) as world:
+        assert {world.pool.find(name).name for name in pages} == {"owner/name"}
+        assert [offer.name for offer in await world.pool.offered()] == ["b", "owner/name"]
 
 
 async def test_names_in_settings_that_stand_for_nothing_are_reported(tmp_path: Path, monkeypatch):
@@ -756,7 +775,7 @@ async def test_what_can_never_fit_is_refused_with_the_numbers_and_evicts_nobody(
 async def test_where_other_programs_leave_too_little_nobody_is_evicted_in_vain(
     asked_mib: int, others_mib: int, reserve_mib: int
 ):
-    free = dict(limit_mib=1000, total_mib=1000, others_mib=others_mib, reserve_mib=reserve_mib)
+    free = {"limit_mib": 1000, "total_mib": 1000, "others_mib": others_mib, "reserve_mib": reserve_mib}
     async with world_of(entries=own_names("a", "b"), **free) as world:
         world.need_mib["b"] = asked_mib
         world.need_mib["a"] = 50

@@ -71,10 +71,8 @@ async def api_version() -> dict[str, str]:
 @router.head("/api/tags", include_in_schema=False)
 async def tags(request: Request, context: Context) -> dict[str, Any]:
     """Every model that the caller may use."""
-    tier, pool = caller_of(request).tier, context.pool
-    offers = await asyncio.to_thread(lambda: list(pool.offered()))
-    found = [pool.offer(offer.name) for offer in offers if pool.may_use(tier, offer.name)]
-    seen = [_is_seeing(pool, offer) for offer in found]
+    found = await context.pool.offered(caller_of(request).tier)
+    seen = [_is_seeing(context.pool, offer) for offer in found]
     return {"models": await asyncio.to_thread(lambda: list(map(_card, found, seen)))}
 
 
@@ -121,7 +119,7 @@ router.add_api_route(
 
 def _is_seeing(pool: ModelPool, offer: Offer) -> bool | None:
     """Whether a loaded model takes images; None for a model that is not loaded."""
-    engine = pool.find(offer.name).loaded_engine
+    engine = pool.model_of(offer).loaded_engine
     return None if engine is None else engine.vision is not None
 
 
@@ -178,7 +176,7 @@ def _running(model: PooledModel, facts: ModelFacts | None, now_s: float, clock_s
 
 
 def _description(pool: ModelPool, offer: Offer, facts: ModelFacts | None) -> dict[str, Any]:
-    engine = pool.find(offer.name).loaded_engine
+    engine = pool.model_of(offer).loaded_engine
     sampling = None if engine is None else engine.default_sampling
     return {
         "license": "" if facts is None else facts.license,

@@ -8,7 +8,6 @@ to case. Models are listed with a tag, as Ollama's clients expect: `smollm2:late
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import sys
@@ -220,9 +219,8 @@ async def find_name(pool: ModelPool, name: str | None) -> str | None:
         if offer is not None:
             return offer.name
     wanted = plain(name).lower()
-    names = await asyncio.to_thread(lambda: [ours for offer in pool.offered() for ours in offer.names])
-    found = next((ours for ours in names if ours.lower() == wanted), None)
-    return plain(name) if found is None else pool.offer(found).name
+    offers = await pool.offered()
+    return next((offer.name for offer in offers for ours in offer.names if ours.lower() == wanted), plain(name))
 
 
 @dataclass(frozen=True, slots=True)

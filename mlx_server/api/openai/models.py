@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,9 +21,7 @@ OWNER = "mlx-serve"
 @router.get("/v1/models")
 async def list_models(request: Request, context: Context) -> dict[str, Any]:
     """Every model that the caller may use, loaded or not, each followed by its adapters; the default one first."""
-    tier, pool = caller_of(request).tier, context.pool
-    offers = await asyncio.to_thread(lambda: list(pool.offered()))
-    cards = [_card(request, pool, offer) for offer in offers if pool.may_use(tier, offer.name)]
+    cards = [_card(request, context.pool, offer) for offer in await context.pool.offered(caller_of(request).tier)]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
     return {"object": "list", "data": cards, **ends, "has_more": False}
 
@@ -38,7 +35,7 @@ async def retrieve_model(model: str, request: Request, context: Context) -> dict
 
 
 def _card(request: Request, pool: ModelPool, offer: Offer) -> dict[str, Any]:
-    model = pool.find(offer.name)
+    model = pool.model_of(offer)
     engine = model.loaded_engine
     limit = capable_of = None  # known only while the model is loaded: they depend on its files and on free memory
     if engine is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_server.config import home
@@ -44,6 +45,15 @@ def stored_models() -> list[StoredModel]:
     """All pulled models, sorted by name."""
     homes = (StoredModel(name, "home", folder, _num_bytes(folder)) for name, folder in _home_folders())
     return sorted([*homes, *_hub_models()], key=lambda model: (model.name, model.folder))
+
+
+def pulled_names() -> list[str]:
+    """The names of all pulled models, sorted, also of those of the hub that are stored in part."""
+    prefix = "models--"
+    hub = Path(constants.HF_HUB_CACHE)
+    stored = [folder.name for folder in hub.iterdir()] if hub.is_dir() else []
+    ids = (name.removeprefix(prefix).replace("--", "/") for name in stored if name.startswith(prefix))
+    return sorted({*(name for name, _ in _home_folders()), *ids})
 
 
 def find_pulled(name: str) -> Path | None:
