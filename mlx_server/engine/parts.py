@@ -29,6 +29,7 @@ from mlx_server.engine.draft_parts import (
     make_speculation,
 )
 from mlx_server.engine.embeddings import InputReader, Pooling
+from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.loading import PoolRoom, draft_model_named, find_model, make_model_runner, read_model
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
@@ -341,7 +342,7 @@ async def _own_share(config: Config, given: GivenModels) -> MemoryShare:
     """A share of a budget of its own, with all that the configuration allows. Raises `InsufficientMemoryError` if the
     model does not fit."""
     if given.model is None:
-        need = await asyncio.to_thread(estimate_need, config)
+        need = await in_daemon_thread(lambda: estimate_need(config))  # a download does not keep a script from ending
     else:
         need = MemoryNeed(sum(one.weight_bytes for one in (given.model, given.draft_model) if one is not None), 0, 0)
     return MemoryBudget.of(config.memory).take(config.model.model, need)

@@ -378,7 +378,7 @@ class ModelPool:
         model.num_deaths += 1
         helps = self._around.thread.is_alive and self._around.ranks.group is None
         helps = helps and (self._count_death(model) < _MAX_DEATHS or self._others_work(model))
-        if model.state is ModelState.LOADING or not helps:
+        if not helps:
             self._death = reason
             return
         logger.warning("%s The model is unloaded.", reason)

@@ -282,24 +282,6 @@ async def test_logprobs_of_output_and_prompt(folder):
     assert deltas[0].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("request_", "kind", "words"),
-    [
-        (ask("x", [1] * MAX_MODEL_LEN), ContextLengthError, f"{MAX_MODEL_LEN} tokens"),
-        (ask("x", [1, VOCAB_SIZE]), InvalidRequestError, f"token id {VOCAB_SIZE}"),
-        (ask("x", [-1]), InvalidRequestError, "token id -1"),
-        (ask("x", sampling=greedy(1, logit_bias={VOCAB_SIZE: 1.0})), InvalidRequestError, "logit_bias"),
-    ],
-)
-async def test_what_cannot_be_served_is_refused_with_the_numbers(folder, request_, kind, words):
-    async with engine_of(folder) as engine:
-        with pytest.raises(kind, match=words):
-            engine.submit(request_)
-        with pytest.raises(InvalidRequestError, match="no tokens"):
-            engine.submit(GenerationRequest(request_id="e", prompt_token_ids=[], sampling=greedy(1)))
-        assert is_empty(engine)
-
-
 async def test_output_ends_where_the_context_does(folder):
     async with engine_of(folder) as engine:
         prompt = random_prompts((MAX_MODEL_LEN - 3,))[0]
@@ -576,23 +558,6 @@ async def test_a_scheduler_that_breaks_leaves_no_stream_hanging(folder, kind, mo
         with pytest.raises(EngineDeadError, match="broken"):
             await read(stream)
         assert engine.state is EngineState.DEAD
-
-
-async def test_one_output_that_cannot_be_shown_ends_only_its_request(folder, monkeypatch, caplog):
-    async with engine_of(folder) as engine:
-        bad, good = (engine.submit(ask(name, sampling=greedy(20))) for name in ("bad", "good"))
-        await anext(bad)
-
-        def explode(*args: Any) -> None:
-            raise ValueError("no such token")
-
-        monkeypatch.setattr(bad._text, "append", explode)
-        with pytest.raises(ServeError, match="no such token"):
-            await read(bad)
-        assert (await read(good))[-1].num_output_tokens == 20
-        await until(lambda: is_empty(engine))
-        assert engine.state is EngineState.READY
-        assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
 
 
 class BrokenTracer(EngineTracer):

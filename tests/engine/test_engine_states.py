@@ -29,6 +29,7 @@ from mlx_server.errors import (
     ServeError,
 )
 from mlx_server.outputs import EngineStats
+from mlx_server.request import FinishReason
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.models.loader import LoadedModel, is_gpu
 from mlx_server.runtime.models.random_models import build_random
@@ -159,6 +160,7 @@ async def test_an_output_that_cannot_be_read_ends_its_own_request_alone_and_is_l
         assert (engine.num_streams, engine.stats().num_running) == (0, 0)
         (record,) = [record for record in caplog.records if record.exc_info]
         assert record.getMessage() == "The output of b cannot be shown"
+        assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
 
 
 async def test_a_prompt_counts_once_however_many_answers_it_gets() -> None:

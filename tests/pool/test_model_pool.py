@@ -666,18 +666,6 @@ async def test_a_load_that_waits_for_room_does_not_get_that_of_a_pinned_model_th
         assert world.loaded() == {"a", "c"}
 
 
-async def test_an_engine_that_dies_before_it_is_ready_ends_everything():
-    async with world_of("a") as world:
-        await world.use("a")
-        await world.pool.unload("a", 0.0)
-        world.factory.gate.clear()
-        loading = asyncio.create_task(world.use("a"))
-        await until(lambda: len(world.factory.made) == 2)
-        world.factory.made[1].die()
-        assert world.pool.death() == "The engine of a has died: bad luck."
-        loading.cancel()
-
-
 @pytest.mark.parametrize("asked", ["unload", "unload before", "keep alive 0 before", "keep alive 0 after"])
 async def test_a_pinned_model_that_was_asked_to_go_is_not_loaded_again(asked: str):
     async with world_of(entries=pinned_and()) as world:

@@ -255,7 +255,9 @@ class AsyncLLM:
         adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """As `LLM.generate`, without a progress bar."""
-        return await complete(self._started, self.builder.prompts(prompts, sampling_params, adapters), use_tqdm=False)
+        engine = self._started
+        made = await asyncio.to_thread(self.builder.prompts, prompts, sampling_params, adapters)
+        return await complete(engine, made, use_tqdm=False)
 
     async def embed(
         self,
@@ -271,9 +273,13 @@ class AsyncLLM:
         embedder = embedder_of(self._started.pooling, self.engine.model_name)
         embedder.check_dimensions(dimensions)
         before = embedder.prompt(prompt_name)
-        each = map(bare_prompt, as_prompts(prompts))
-        items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in each]
-        inputs = [embedder.token_ids(item, before, truncation, f"prompts[{index}]") for index, item in enumerate(items)]
+
+        def read() -> list[Sequence[int]]:
+            each = map(bare_prompt, as_prompts(prompts))
+            items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in each]
+            return [embedder.token_ids(item, before, truncation, f"prompts[{i}]") for i, item in enumerate(items)]
+
+        inputs = await asyncio.to_thread(read)
         results = await pool(self.engine, inputs, embedder.params, use_tqdm)
         vectors = (embedder.vector(result, dimensions) for result in results)
         return [Embedding(tuple(ids), vector) for ids, vector in zip(inputs, vectors, strict=True)]
@@ -290,7 +296,7 @@ class AsyncLLM:
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
         scorer = scorer_of(self._started.pooling, self.engine.model_name)
         pairs, paths = pair_up(firsts, seconds)
-        plan = scorer.plan(pairs, paths, InputTruncation(truncate_prompt_tokens))
+        plan = await asyncio.to_thread(scorer.plan, pairs, paths, InputTruncation(truncate_prompt_tokens))
         return plan.scores(await pool(self.engine, plan.inputs, scorer.params, use_tqdm))
 
     async def _answer(self, build: Callable[[], PromptRequests]) -> AsyncGenerator[CompletionDelta, None]:

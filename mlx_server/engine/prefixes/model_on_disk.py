@@ -178,7 +178,7 @@ def fingerprint(folder: Path, files: Files) -> str:
     """A digest of the names and contents of a model's or adapter's weights, configuration and code; not of their place.
     Equal for equal files only.
 
-    All files are read once, at an SSD's speed, before the weights are loaded, which then come from the page cache. The
+    All files are read once, at an SSD's speed, or from the page cache if they fit in it beside the loaded model. The
     digest of a file is remembered in `files` by its path, size, time and inode. Any thread; raises `OSError`.
     """
     known = _remembered(files)

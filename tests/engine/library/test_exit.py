@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,33 @@ def test_a_script_that_stops_nothing_ends_in_the_middle_of_a_step(how: str, stat
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
     assert ("the end" in done.stdout) is (status == 3)
+
+
+FETCHES = """
+import threading
+from mlx_server import LLM
+from mlx_server.engine import parts
+
+def fetch(config):
+    print("fetching", flush=True)
+    threading.Event().wait()
+
+parts.estimate_need = fetch
+LLM("smollm2")
+"""
+
+
+def test_ctrl_c_ends_a_script_whose_model_is_being_fetched() -> None:
+    with subprocess.Popen([sys.executable, "-c", FETCHES], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        try:
+            assert script.stdout is not None
+            assert script.stdout.readline() == b"fetching\n"
+            script.send_signal(signal.SIGINT)
+            _, errors = script.communicate(timeout=60)
+        finally:
+            script.kill()
+    assert b"KeyboardInterrupt" in errors
+    assert script.returncode == -signal.SIGINT
 
 
 @pytest.fixture

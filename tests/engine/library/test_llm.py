@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mlx_server import LLM, AsyncLLM, SamplingParams
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_server.request import FinishReason
 from tests.adapter_files import plain_model, write_adapter
@@ -207,6 +208,31 @@ def test_a_prompt_s_own_logprobs_and_what_was_cached_come_back(llm: LLM) -> None
     first, again = (llm.generate(prompt, greedy(2, prompt_logprobs=count), use_tqdm=False)[0] for count in (1, None))
     assert len(first.prompt_logprobs) == len(first.prompt_token_ids) - 1, "none of the first token"
     assert (again.prompt_logprobs, again.num_cached_tokens) == ((), 96)
+
+
+def test_no_prompt_is_read_on_the_event_loop(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text takes up to a second, which other streams of the loop would wait."""
+    save_embedder(tmp_path / "embedder")
+    threads = set()
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, *arguments: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return encode(self, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+
+    async def answer_all() -> None:
+        async with AsyncLLM(str(folder), num_kv_blocks=64, max_model_len=1024) as llm:
+            await llm.complete(["a", "b"], greedy(1))
+        async with AsyncLLM(str(tmp_path / "embedder"), num_kv_blocks=64, max_model_len=256) as llm:
+            await llm.embed(["a"])
+            await llm.score("a", ["b"])
+
+    threads.clear()
+    asyncio.run(answer_all())
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_a_bar_is_shown_where_it_is_asked_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,15 +112,6 @@ async def test_others_get_what_they_ask_for_or_what_is_idle(idle: int) -> None:
     assert pool.asked == [(2, True), (1, True), (idle - 3, True)]
     assert memory.awaited == [2, 3, idle], "of all cuts together"
     assert guard.num_idle_bytes == 0
-
-
-async def test_after_half_of_the_time_nothing_is_saved_first() -> None:
-    pool = Pool(saves=True)
-    start_s = asyncio.get_running_loop().time()
-    assert await guard_of(pool).give_memory(10, 0.4) == 10
-    assert 0.2 <= asyncio.get_running_loop().time() - start_s < 0.4
-    assert pool.asked[-1] == (1, False)
-    assert set(pool.asked[:-1]) == {(1, True)}
 
 
 async def test_what_comes_too_late_is_no_longer_asked_for() -> None:
