@@ -11,8 +11,6 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.http.listener import listen
 from mlx_server.bench.arguments import above_0
@@ -26,6 +24,7 @@ from mlx_server.runtime.attention.backends import available_backends
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
 from mlx_server.runtime.layers.cpu import describe_native
 from mlx_server.runtime.machine import METAL, SLOW_BLAS, inspect_machine
+from mlx_server.runtime.memory import read_memory
 
 _NOT_WIRED = (
     "memory is not wired: macOS may unwire it when idle, and the next step is slower then; --wire-memory keeps it, at "
@@ -106,10 +105,10 @@ def _topics(config: Config) -> dict[str, Callable[[], list[str]]]:
 
 
 def _memory(settings: MemoryConfig) -> list[str]:
-    memory = psutil.virtual_memory()
+    memory = read_memory()
     budget = MemoryBudget.of(settings)
     return [
-        f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",
+        f"{memory.total_bytes / 2**30:.1f} GiB, {memory.available_bytes / 2**30:.1f} GiB available",
         f"models may hold {budget.limit_bytes / 2**30:.1f} GiB (--memory-limit), {budget.free_bytes / 2**30:.1f} GiB "
         f"now; {budget.reserve_bytes / 2**30:.1f} GiB are kept free",
     ]

@@ -20,7 +20,7 @@ import psutil
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import InsufficientMemoryError
-from mlx_server.runtime.machine import read_group_memory
+from mlx_server.runtime.machine import available_memory, read_group_memory
 from mlx_server.setting import parse_size
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,6 @@ def read_memory() -> MemoryReading:
 
     Buffers that MLX keeps for reuse count as available, because MLX frees them when it needs memory.
     """
-    memory = psutil.virtual_memory()
     info = mx.device_info() if mx.default_device() != mx.cpu else {}
     if "free_memory" in info:  # CUDA
         total = int(info["total_memory"])
@@ -103,7 +102,7 @@ def read_memory() -> MemoryReading:
         active = int(mx.get_active_memory())
         available = max(0, min(available, total - active))
         return MemoryReading(total, available, total, total - available, active)
-    total, free = int(memory.total), int(memory.available)
+    total, free = int(psutil.virtual_memory().total), available_memory()
     group = read_group_memory()
     if group is not None and group.limit_bytes < total:
         total, free = group.limit_bytes, min(free, group.available_bytes)

@@ -1,13 +1,17 @@
-"""The limit of a container's memory, as Linux tells it in both versions of control groups."""
+"""The memory that this machine has for models."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
-from mlx_server.runtime import memory
-from mlx_server.runtime.machine import GroupMemory, read_group_memory
+from mlx_server.runtime import machine, memory
+from mlx_server.runtime.machine import GroupMemory, available_memory, read_group_memory
 
 MIB = 2**20
 UNLIMITED = 9223372036854771712
@@ -63,10 +67,38 @@ def test_models_live_in_what_the_group_leaves(monkeypatch: pytest.MonkeyPatch, l
         total = 2000 * MIB
         available = 1500 * MIB
 
-    monkeypatch.setattr(memory.psutil, "virtual_memory", Machine)
+    monkeypatch.setattr(psutil, "virtual_memory", Machine)
     monkeypatch.setattr(memory.mx, "device_info", dict)
     monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 0)
     monkeypatch.setattr(memory, "read_group_memory", lambda: GroupMemory(limit, 200 * MIB))
     found = memory.read_memory()
     assert found.total_bytes == total
     assert found.available_bytes == min(1500 * MIB, limit - 200 * MIB)
+
+
+class Kernel:
+    """A Mac's: its numbers have 4 or 8 bytes."""
+
+    def __init__(self, **numbers: int) -> None:
+        self.numbers = {f"vm.{name}": number for name, number in numbers.items()}
+
+    def sysctlbyname(self, name: bytes, value: Any, size: Any, new: None, new_size: ctypes.c_size_t) -> int:
+        assert (new, new_size.value, size._obj.value) == (None, 0, 8)
+        number = self.numbers.get(name.decode())
+        if number is None:
+            return -1
+        ctypes.memmove(ctypes.byref(value._obj), number.to_bytes(4, "little"), 4)
+        return 0
+
+
+@pytest.mark.parametrize(("pages", "available_mib"), [({"page_purgeable_count": 64}, 3 + 5 + 1), ({}, 77)])
+def test_a_mac_has_what_neither_programs_nor_its_kernel_use(
+    monkeypatch: pytest.MonkeyPatch, pages: dict[str, int], available_mib: int
+) -> None:
+    """Where its kernel has no such number, psutil's is taken."""
+    kernel = Kernel(page_free_count=3 * 64, page_pageable_external_count=5 * 64, pagesize=16384, **pages)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(machine, "ctypes", SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name: kernel}))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40, available=77 * MIB))
+    assert available_memory() == available_mib * MIB
+    assert memory.read_memory().available_bytes == available_mib * MIB + memory.mx.get_cache_memory()
