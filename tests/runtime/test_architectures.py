@@ -127,6 +127,17 @@ def test_answers_are_those_given_alone_however_they_come_about(architecture: str
                 assert worst_error(answer(llm, prompts, max_tokens), wanted) <= TOLERANCE, name
 
 
+def test_sparse_attention_stays_sparse_where_the_probe_is_too_short_for_it() -> None:
+    """The probe's prompts fit into the blocks that this model chooses."""
+    config = config_of("minimax_m3_vl")
+    config["text_config"] |= {"index_topk_blocks": 8}
+    subject = Subject("minimax_m3_vl", config)
+    prompts, max_tokens = random_prompts((150, 90)), (6, 6)
+    with subject.make_llm() as llm:
+        assert llm.info.level == LEVELS["minimax_m3_vl"]
+        assert worst_error(answer(llm, prompts, max_tokens), subject.wanted(prompts, max_tokens)) <= TOLERANCE
+
+
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_what_differs_is_refused_at_load(architecture: str, tmp_path: Path) -> None:
     subject = Subject(architecture)
@@ -192,6 +203,16 @@ class Picky(nn.Module):
 def test_what_fails_for_some_tokens_only_is_refused_too() -> None:
     with pytest.raises(ModelLoadError, match=r"Models of type picky do not run in mlx-lm itself: .* no such token"):
         LLM(LoadedModel("picky", Picky(), {"vocab_size": 8}, None), max_model_len=64)
+
+
+class Uncached(Picky):
+    def make_cache(self) -> list[KVCache]:
+        return self.make_cache()
+
+
+def test_what_fails_to_make_its_caches_is_refused_too() -> None:
+    with pytest.raises(ModelLoadError, match="Models of type picky do not run in mlx-lm itself: RecursionError"):
+        LLM(LoadedModel("picky", Uncached(), {"vocab_size": 8}, None), max_model_len=64)
 
 
 class OneCache(nn.Module):

@@ -67,7 +67,10 @@ class PagedLayerCache(AttendsItself):
         return StepMask(window, return_array) if window is not None or return_array else None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`, and returns them as they are."""
+        """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`, and returns them as they are. A layer that stores keys
+        only chooses what it attends to by those of the whole context."""
+        if not self.spec.value_dim:
+            raise UnpageableError("keys of several requests, to choose from them")
         self.keys, self.values = keys, values
         self._is_written = False
         return keys, values
