@@ -39,7 +39,10 @@ _NO_METAL = "No Metal back-end"
 def discover_layers(model: Any) -> list[LayerCache]:
     """Our caches for `model` instead of mlx-lm's. Uses shapes only, so nothing is computed. Raises `ModelLoadError` for
     a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
-    plain = make_prompt_cache(model)
+    try:
+        plain = make_prompt_cache(model)
+    except Exception as error:  # models' own code
+        raise model_failure(model, error) from error
     for index, cache in enumerate(plain):
         _refuse_unpageable(index, cache)
     _trace(model, plain)

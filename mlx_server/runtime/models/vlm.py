@@ -126,7 +126,10 @@ class VlmModel(ReadsImages):
         more = {} if image_rows is None else self._arguments(ids, image_rows)
         if self.has_positions and "position_ids" not in more:
             more["position_ids"] = _text_positions(ids, cache or (), self._has_axes)
-        output = self.language_model(ids, cache=cache, **more)
+        if self.language_model is self:  # Phi-3 Vision, which would read ids from the device
+            output = super().__call__(ids, self.model.embed_tokens(ids), cache=cache)
+        else:
+            output = self.language_model(ids, cache=cache, **more)
         return getattr(output, "logits", output)
 
     def _arguments(self, ids: mx.array, image_rows: ImageRows) -> dict[str, Any]:
@@ -154,7 +157,8 @@ class VlmModel(ReadsImages):
 
     def make_cache(self) -> list[Any]:
         """mlx-vlm's own caches."""
-        made: list[Any] = vlm_module("models.cache").make_prompt_cache(self.language_model)
+        part = self.language_model
+        made: list[Any] = vlm_module("models.cache").make_prompt_cache(self.model if part is self else part)
         return made
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -222,6 +226,8 @@ def _mend(language_model: nn.Module) -> None:
         kind = type(part).__name__
         if kind == "HyV4Indexer":  # its compiled choice of keys is right for the first context's length only
             part.__class__ = type(part).__base__
+        elif kind == "SuScaledRoPE":  # chooses by a call's longest context; mlx-lm's takes the long ones
+            part._short_freqs, part._short_scale = part._long_freqs, part._long_scale
         elif kind == "Qwen4ExpQSAIndexer":
             object.__setattr__(part, "build_mask", partial(_mask_within, part.build_mask))
 

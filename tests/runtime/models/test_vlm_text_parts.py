@@ -62,6 +62,12 @@ _LINEAR = {
     "full_attention_interval": 2,
     "rope_parameters": {**_AXES, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
 }
+_LONG_ROPE = {
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 32,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": list(range(1, 16, 2))},
+}
+"""Other factors beyond 32 tokens."""
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _TOWER = {
     "model_type": "siglip_vision_model",
@@ -203,6 +209,8 @@ SERVED = {
     ),
     "mistral_large3": _around("mistral_large3", _text("mistral_large3", **_MLA), model_type="pixtral"),
     "molmo2": _around("molmo2", _text("molmo2_text")),
+    "phi3_v": _text("phi3_v", **_LONG_ROPE),
+    "phi4mm": _text("phi4mm", **_LONG_ROPE),
     "qwen3_5_moe_text": _text("qwen3_5_moe_text", **_LINEAR, **_EXPERTS, shared_expert_intermediate_size=32),
     "qwen3_5_text": _text("qwen3_5_text", **_LINEAR),
     "qwen4_exp": _around(
