@@ -138,6 +138,18 @@ def test_sparse_attention_stays_sparse_where_the_probe_is_too_short_for_it() -> 
         assert worst_error(answer(llm, prompts, max_tokens), subject.wanted(prompts, max_tokens)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("architecture", ["internlm2", "internlm3", "llama"])
+def test_dynamic_scaling_for_contexts_that_are_not_served_costs_nothing(architecture: str, tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
+    subject = Subject(architecture, {**config_of(architecture), "rope_scaling": scaling})
+    folder = save_model_folder(subject.model, subject.config, tmp_path / "m", byte_tokenizer())
+    prompts, max_tokens = random_prompts((70, 33, 5)), (6, 9, 12)
+    wanted = subject.wanted(prompts, max_tokens)
+    with LLM(str(folder), num_kv_blocks=32, dtype="float32") as llm:
+        assert llm.info.level == "ragged"
+        assert worst_error(answer(llm, prompts, max_tokens), wanted) <= TOLERANCE
+
+
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_what_differs_is_refused_at_load(architecture: str, tmp_path: Path) -> None:
     subject = Subject(architecture)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_server.config import FULL_KV, CacheConfig
@@ -174,6 +175,7 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False, is
     """Converts the lazy weights of a built model to their type, loads them, and installs this machine's products. As
     `load_in_pieces`. Ranks of a model keep MLX's products on GPUs: those that each measured to be faster might differ,
     and so might the experts that they choose."""
+    _drop_dynamic_scaling(model)
     chosen = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
     kept = bfloat16_weights(model) if dtype == "auto" and native_library() is not None else ()
     if chosen is not None:
@@ -186,6 +188,16 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False, is
         text = getattr(model, "language_model", model)  # a vision encoder never has few rows
         for _ in gpu_products(text, ProductKernels.of_metal(), exact=batch_invariant):
             yield 1.0
+
+
+def _drop_dynamic_scaling(model: Any) -> None:
+    """Replaces rotary embeddings that change beyond the model's context length only, since longer contexts are not
+    served. mlx-lm's code for them takes one request at a time."""
+    for module in model.modules():
+        rope: Any = getattr(module, "rope", None)
+        if type(rope).__name__ == "DynamicNTKScalingRoPE":  # of two modules, with other names for the same
+            base = getattr(rope, "original_base", None) or rope.base
+            module.rope = nn.RoPE(rope.dims, rope.traditional, base, getattr(rope, "scale", 1.0))
 
 
 def _evaluate(model: Any) -> Pieces[None]:
