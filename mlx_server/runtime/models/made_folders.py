@@ -43,8 +43,8 @@ _SHARD_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a folder is made from. `source` is the model's name as configured, `name` the folder's name before its
-    key."""
+    """What a folder is made from: `files` of the folder of the first, or of folders in it. `source` is the model's name
+    as configured, `name` the folder's name before its key."""
 
     source: str
     name: str
@@ -55,7 +55,8 @@ class Recipe:
 
     def content(self) -> dict[str, object]:
         """What the folder's `made.json` must say; otherwise the folder is made again."""
-        marks = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
+        folder = self.files[0].parent
+        marks = {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
         return {"files": marks, "version": self.version}
 
 

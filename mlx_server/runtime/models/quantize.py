@@ -51,12 +51,13 @@ def quantized_folder(name: str, folder: Path, form: str, load: Load) -> Path:
     weights = sorted(folder.glob("model*.safetensors"))
     total, whole = sum(path.stat().st_size for path in weights), _whole_bytes(weights) if sees else 0
     needed = int(whole + (total - whole) * _share(weights, form))
-    needed += sum(path.stat().st_size for path in _others(folder))
+    others = _others(folder)
+    needed += sum(path.stat().st_size for path in others)
     recipe = Recipe(
         source=name,
         name=f"{Path(name.rstrip('/')).name}-{form}",
         stage="quantizing",
-        files=[folder / "config.json", *weights],
+        files=[folder / "config.json", *weights, *others],
         version=f"quantize {form} {_VERSION}" + (" with its vision encoder" if sees else ""),
         needed_bytes=needed,
     )
@@ -103,6 +104,7 @@ def _write(folder: Path, form: str, load: Load, work: Path, report: Report) -> N
         target = work / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(path, target)
+        report(path.stat().st_size)
     write_json(work / "config.json", config)
 
 

@@ -68,6 +68,15 @@ def test_it_is_done_once_and_again_for_other_weights(folder: Path, monkeypatch: 
     assert found(folder, "4") != made
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json", "1_Pooling/config.json"])
+def test_files_beside_the_weights_are_as_new_as_the_models(name: str, folder: Path) -> None:
+    (folder / "1_Pooling").mkdir()
+    (folder / name).write_text("{}")
+    assert (found(folder, "4") / name).read_text() == "{}"
+    (folder / name).write_text('{"a": 1}')
+    assert (found(folder, "4") / name).read_text() == '{"a": 1}'
+
+
 def test_weights_are_written_in_several_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dict(tree_flatten(mlx_lm.load(str(found(folder, "4")))[0].parameters()))
     monkeypatch.setattr(made_folders, "_SHARD_BYTES", 20_000)
