@@ -70,6 +70,7 @@ def write_gguf(
     pre: str = "smollm",
     extra: str | None = None,
     kind: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
+    embeddings: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
     hidden: int = HIDDEN,
 ) -> dict[str, FloatArray]:
     """Writes a model of random weights with matrices of type `kind`, and the additional tensor `extra`. Returns the
@@ -92,9 +93,8 @@ def write_gguf(
         worth[target] = (1 + np.round(random.standard_normal(hidden) * 16) / 128).astype(np.float32)
         writer.add_tensor(name, worth[target])
 
-    q8 = GGMLQuantizationType.Q8_0
     kv_dim = hidden // NUM_HEADS * NUM_KV_HEADS
-    add("token_embd.weight", "model.embed_tokens.weight", len(vocabulary()), hidden, q8)
+    add("token_embd.weight", "model.embed_tokens.weight", len(vocabulary()), hidden, embeddings)
     add_norm("output_norm.weight", "model.norm.weight")
     for layer in range(NUM_LAYERS):
         blk, out = f"blk.{layer}", f"model.layers.{layer}"

@@ -34,7 +34,7 @@ from mlx_server.runtime.models.progress import Report, shown
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "made.json"
-_GGUF_VERSION = 1
+_GGUF_VERSION = 2
 """A higher number makes the server convert again what an older version converted."""
 _GROWTH = 1.5
 """Upper bound for the size of a converted folder relative to its GGUF file: 6-bit numbers become 8-bit ones."""

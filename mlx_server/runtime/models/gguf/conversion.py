@@ -7,6 +7,7 @@ one of them at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,16 +82,21 @@ class Conversion:
             **special_ids(self.facts.metadata),
             "torch_dtype": str(self.architecture.dtype).rpartition(".")[2] if self._is_packed else "float32",
         }
-        return {**config, "quantization": self._quantization()} if self._is_packed else config
+        return {**config, **self._quantization()} if self._is_packed else config
 
     def _quantization(self) -> dict[str, Any]:
-        """mlx-lm's description: 4 bits, and the modules with other bits by name."""
-        quantization: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": 4}
-        for name, tensor in self.tensors.items():
-            bits = bits_of(tensor.tensor_type) if len(tensor.shape) > 1 else None
-            if bits is not None and bits != 4:
-                quantization[self.targets[name].removesuffix(".weight")] = {"group_size": GROUP_SIZE, "bits": bits}
-        return quantization
+        """mlx-lm's description: the bits of most modules, and other modules by name; empty if none is quantized."""
+        matrices = ((name, tensor) for name, tensor in self.tensors.items() if len(tensor.shape) > 1)
+        bits_by_name = {self.targets[name]: bits_of(tensor.tensor_type) for name, tensor in matrices}
+        counts = Counter(bits for bits in bits_by_name.values() if bits is not None)
+        if not counts:
+            return {}
+        [(usual, _)] = counts.most_common(1)
+        quantization: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": usual}
+        for name, bits in bits_by_name.items():
+            if bits not in (None, usual):
+                quantization[name.removesuffix(".weight")] = {"group_size": GROUP_SIZE, "bits": bits}
+        return {"quantization": quantization}
 
     def _named(self, tensor: Any) -> dict[str, mx.array]:
         """A tensor in mlx-lm's form, under mlx-lm's names."""

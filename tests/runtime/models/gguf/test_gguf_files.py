@@ -16,12 +16,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 
 from mlx_server import LLM
+from mlx_server.engine.models.facts import read_facts
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import made_folders, resolve
 from mlx_server.runtime.models.gguf import conversion
 from mlx_server.runtime.models.gguf.tokenizer import build_tokenizer
 from mlx_server.runtime.models.progress import progress_of
-from mlx_server.runtime.models.resolve import resolve_model
+from mlx_server.runtime.models.resolve import find_folder, resolve_model
 from tests.engine_worlds import answers
 from tests.gguf_files import vocabulary, write_gguf
 from tests.homes import with_kernels
@@ -64,6 +65,23 @@ def test_greedy_answers_are_mlx_lms_from_the_same_weights(kind: Kind, tmp_path: 
     model, _ = mlx_lm.load(str(resolve_model(str(tmp_path / "tiny.gguf"))))
     model.set_dtype(mx.float32)
     assert served == [reference_generate(model, prompt, 12).token_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_a_model_is_described_as_most_of_it_is_stored(kind: Kind, tmp_path: Path) -> None:
+    """Whole weights can be quantised."""
+    name, is_quantised = str(tmp_path / "tiny.gguf"), kind is Kind.Q8_0
+    write_gguf(tmp_path / "tiny.gguf", kind=kind, embeddings=Kind.Q4_0 if is_quantised else kind)
+    folder = resolve_model(name)
+    facts = read_facts(name)
+    assert facts is not None
+    assert facts.quantization == ("Q8" if is_quantised else "F16")
+    assert facts.config.get("quantization", {}).get("bits") == (8 if is_quantised else None)
+    mlx_lm.load(str(folder))
+    if not is_quantised:
+        fewer = find_folder(name, quantize="4")
+        assert fewer is not None
+        assert json.loads((fewer / "config.json").read_text())["quantization"]["bits"] == 4
 
 
 def test_a_conversion_that_was_cut_off_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
