@@ -68,8 +68,12 @@ _SPLITS = MappingProxyType(
         "gpt-4o": _Split(_GPT4O),
     }
 )
-_TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
-"""Control tokens that end an answer, even if the file does not say so."""
+_TURN_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"}
+)
+"""Tokens that end an answer, even if the file does not say so."""
+_TURN_TOKENS = _TURN_ENDS | {"<start_of_turn>", "<|im_start|>"}
+"""Tokens that are control tokens, even if the file calls them normal ones, as files of Gemma 3 do."""
 _REMEDY = "Fetch it again, or use another file of the same model."
 
 
@@ -117,14 +121,9 @@ def check_vocabulary(metadata: Mapping[str, Any], path: Path) -> None:
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` for config.json: a list where several tokens end an answer."""
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = [token_id for token_id in named if token_id is not None]
-    ends += [
-        token_id
-        for token_id, (token, type_) in enumerate(zip(tokens, types))
-        if type_ == _TokenType.CONTROL and token in _TURN_ENDS
-    ]
+    ends += [token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in _TURN_ENDS]
     distinct = list(dict.fromkeys(ends))
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     return {"bos_token_id": bos, "eos_token_id": distinct[0] if len(distinct) == 1 else distinct}
@@ -136,7 +135,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if kind not in ("gpt2", "llama"):
         raise ModelLoadError(f"The GGUF file's vocabulary is of kind {kind}; supported are gpt2 and llama.")
     tokens = list(metadata["tokenizer.ggml.tokens"])
-    types = metadata.get("tokenizer.ggml.token_type") or [_TokenType.NORMAL] * len(tokens)
+    said = metadata.get("tokenizer.ggml.token_type") or [_TokenType.NORMAL] * len(tokens)
+    types = [_TokenType.CONTROL if token in _TURN_TOKENS else type_ for token, type_ in zip(tokens, said)]
     if kind == "gpt2":
         split = _split_of(metadata)
         tokenizer, adds_bos = _byte_level(_positions(tokens), metadata, split), split.adds_bos

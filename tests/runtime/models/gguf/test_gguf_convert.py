@@ -77,7 +77,7 @@ def test_the_configuration_is_the_files_own(tiny, tmp_path):
     assert (converted["num_attention_heads"], converted["num_key_value_heads"]) == (NUM_HEADS, NUM_KV_HEADS)
     assert (converted["rms_norm_eps"], converted["rope_theta"]) == (1e-5, 10000.0)
     assert converted["max_position_embeddings"] == 256
-    assert converted["eos_token_id"] == 2
+    assert converted["eos_token_id"] == [2, 0]
     assert converted["tie_word_embeddings"] is True
 
 
@@ -85,7 +85,7 @@ def test_the_tokenizer_merges_within_words_but_never_digits(tiny, tmp_path):
     _, tokenizer = mlx_lm.load(str(convert(tiny[0], tmp_path / "model", WeightFormat.FLOAT32)), lazy=True)
     ids = {token: token_id for token_id, token in enumerate(vocabulary())}
     assert tokenizer.encode("hello w12") == [ids["hello"], ids["Ġw"], ids["1"], ids["2"]]
-    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.eos_token_ids == {2, 0}
     assert tokenizer.encode("<|im_end|>") == [2]
 
 

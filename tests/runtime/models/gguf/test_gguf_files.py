@@ -20,11 +20,11 @@ from mlx_server.engine.models.facts import read_facts
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import made_folders, resolve
 from mlx_server.runtime.models.gguf import conversion
-from mlx_server.runtime.models.gguf.tokenizer import build_tokenizer
+from mlx_server.runtime.models.gguf.tokenizer import build_tokenizer, special_ids
 from mlx_server.runtime.models.progress import progress_of
 from mlx_server.runtime.models.resolve import find_folder, resolve_model
 from tests.engine_worlds import answers
-from tests.gguf_files import vocabulary, write_gguf
+from tests.gguf_files import MERGES, SPECIALS, vocabulary, write_gguf
 from tests.homes import with_kernels
 from tests.runtime.models.gguf.test_gguf_convert import unpacked_weights
 from tests.tiny_models import reference_generate
@@ -203,6 +203,26 @@ def test_a_file_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked == [("owner/name", ["tiny.gguf"])]
     with pytest.raises(ModelLoadError, match=r"owner/name has no file other\.gguf; see https://huggingface\.co/owner"):
         resolve_model("owner/name/other.gguf")
+
+
+@pytest.mark.parametrize("types", [1, 3, 4, None])
+def test_turns_begin_and_end_whatever_the_file_says_of_their_tokens(types: int | None) -> None:
+    """As in llama.cpp: published files call them normal text."""
+    tokens = vocabulary()
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    if types is not None:
+        metadata["tokenizer.ggml.token_type"] = [types if token in SPECIALS else 1 for token in tokens]
+    assert special_ids(metadata)["eos_token_id"] == [2, 0]
+    tokenizer = build_tokenizer(metadata)
+    ids = tokenizer.encode("<|im_start|>hello<|im_end|><|endoftext|>").ids
+    assert ids == [1, tokens.index("hello"), 2, 0]
+    assert tokenizer.decode(ids) == "hello"
 
 
 TEXTS = (
