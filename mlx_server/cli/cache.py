@@ -99,7 +99,8 @@ def run_stats(args: argparse.Namespace) -> int:
 
 
 def add_purge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="only prefixes of this model, by the name that `cache ls` shows")
+    about = "only prefixes of this model, by the name that `cache ls` shows"
+    parser.add_argument("--model", dest="only_model", metavar="MODEL", help=about)  # not the setting --model
     parser.add_argument("--key", type=one_line, metavar="ID", help="only prefixes that only this key may hit")
     _add_flags(parser)
 
@@ -113,8 +114,8 @@ def run_purge(args: argparse.Namespace) -> int:
       mlx-serve cache purge --key 3f9c0a1b2c4d
     """
     config = config_from(args)
-    if args.model is not None or args.key is not None:
-        print(f"{_delete(config, args.model, args.key):,} blocks are deleted.")
+    if args.only_model is not None or args.key is not None:
+        print(f"{_delete(config, args.only_model, args.key):,} blocks are deleted.")
         return 0
     with _locked(config) as files:
         entries = files.entries(SUFFIX)

@@ -79,6 +79,12 @@ def test_a_model_is_purged_by_its_whole_name_however_long(folder, capsys, name):
     assert len(listed(folder, capsys)) == 4
 
 
+def test_a_models_prefixes_are_purged_with_a_configuration_of_several_models(folder, tmp_path, capsys):
+    config = tmp_path / "several.toml"
+    config.write_text('[[models]]\nid = "a"\nmodel = "random:mini"\n')
+    assert run(folder, capsys, "purge", "--model", "b", "--config", str(config)) == "2 blocks are deleted.\n"
+
+
 def test_all_is_purged(folder, capsys):
     assert "are deleted" in run(folder, capsys, "purge")
     assert list(folder.glob("*.kvslab")) == []
