@@ -45,6 +45,11 @@ def test_the_example_is_valid_and_shown_as_it_is_read(tmp_path):
     assert load(tmp_path, effective_document(config)) == config
 
 
+def test_a_setting_that_an_entry_leaves_empty_is_shown_as_it_is_read(tmp_path):
+    config = load(tmp_path, '[[models]]\nmodel = "a"\nadapter = ""\n')
+    assert load(tmp_path, effective_document(config)) == config
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

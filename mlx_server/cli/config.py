@@ -124,7 +124,8 @@ def effective_document(config: Config) -> str:
     for tier in config.tiers.values():
         lines += [f"[tiers.{toml_value(tier.name)}]", *_given_lines(tier, "name"), ""]
     for entry in config.models:
-        overrides = (f"{name} = {toml_value(value)}" for name, value in entry.overrides.items())
+        given = entry.overrides.items()
+        overrides = (f"{name} = {toml_value('' if value is None else value)}" for name, value in given)
         lines += ["[[models]]", *_given_lines(entry, "overrides"), *overrides, ""]
     return "\n".join(lines)
 
