@@ -38,7 +38,14 @@ _FLUSH_S = 10
 _KEYS = ("api_key", "admin_key")
 _FILES = ("api_key_file", "admin_key_file", "key_file", "tls_cert", "tls_key")
 """Without them, a server needs no key, or sends keys that can be read on the way."""
-_HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_OTHER_VARIABLES = (
+    *("MLX_SERVE_CPU_THREADS", "MLX_SERVE_CPU_ISA"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+    *(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_", "METRICS_")),
+    *("SSL_CERT_FILE", *_PROXIES, *map(str.upper, _PROXIES)),
+)
+"""Of the environment, beside settings: what the server and its libraries read."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -201,16 +208,22 @@ def _lasting_python() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The environment for the server: the settings in this shell, and where models and programs are. Raises
-    `ServeError` for keys, which every user could read in the agent's file."""
+    """The environment for the server: the settings in this shell, and where models, programs and other servers are.
+    Raises `ServeError` for keys and passwords, which every user could read in the agent's file."""
     secret = next((s.env for s in settings() if s.is_secret and os.environ.get(s.env)), None)
     if secret is not None:
         raise ServeError(
             f"{secret} is set, and every user could read it in the agent's file; put the key into a "
             "--config file, and unset the variable."
         )
-    names = [*(setting.env for setting in settings()), *_HUB_VARIABLES]
+    names = [*(setting.env for setting in settings()), *_OTHER_VARIABLES]
     kept = {name: os.environ[name] for name in names if os.environ.get(name)}
+    private = next((name for name, value in kept.items() if re.match(r"(\w+://)?[^/]*@", value)), None)
+    if private is not None:
+        raise ServeError(
+            f"{private} names a user, and every user could read the password in the agent's file; unset the variable, "
+            "or give an address without one."
+        )
     return {"MLX_SERVE_HOME": str(home()), "PATH": os.environ.get("PATH", os.defpath), **kept}
 
 

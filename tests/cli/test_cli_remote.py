@@ -427,12 +427,21 @@ def test_on_macos_the_agent_is_started_and_ended(launchd, tmp_path, capsys) -> N
 def test_the_agent_has_the_settings_of_this_shell_and_its_folder(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("MLX_SERVE_SERVER_PORT", "9002")
     monkeypatch.setenv("HF_HOME", "/models/hub")
+    others = {
+        "MLX_SERVE_CPU_THREADS": "2",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+        "https_proxy": "http://proxy:3128",
+        "SSL_CERT_FILE": "/etc/own.pem",
+    }
+    for name, value in others.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text("[server]\n")
     assert main(["service", "install", "--output", "agent.plist", "--", "random:mini", "--config", "my.toml"]) == 0
     agent = plistlib.loads((tmp_path / "agent.plist").read_bytes())
     environ = agent["EnvironmentVariables"]
     assert (environ["MLX_SERVE_SERVER_PORT"], environ["HF_HOME"]) == ("9002", "/models/hub")
+    assert others.items() <= environ.items()
     assert agent["WorkingDirectory"] == str(tmp_path)
 
 
@@ -443,3 +452,11 @@ def test_a_key_of_this_shell_is_not_written_into_the_agent(monkeypatch, tmp_path
     assert "MLX_SERVE_SERVER_API_KEY is set, and every user" in error
     assert "sesame" not in error
     assert not (tmp_path / "agent.plist").exists()
+
+
+def test_a_proxys_password_is_not_written_into_the_agent(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://ada:sesame@proxy:3128")
+    assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
+    error = capsys.readouterr().err
+    assert "HTTPS_PROXY names a user" in error
+    assert "sesame" not in error
