@@ -212,6 +212,7 @@ async def test_more_than_the_context_is_cut(coder: World):
         ({"input_prefix": None}, "input_prefix"),
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"n_predict": -2}, "n_predict"),
+        ({"t_max_predict_ms": 10**400}, "t_max_predict_ms"),
         ({"n_probs": 3}, "n_probs"),
         ({"n": 2}, "n"),
         ({"mirostat": 2}, "mirostat"),
