@@ -183,8 +183,8 @@ def _content_type_info(request: Request, error: RequestValidationError) -> Error
 def _got(problem: Mapping[str, Any]) -> str:
     """`, got 0` if the wrong value is short and plain."""
     value = problem.get("input")
-    is_plain = isinstance(value, bool | int | float | str) and problem["type"] not in ("missing", "json_invalid")
-    shown = json.dumps(value) if is_plain else ""
+    is_plain = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= _MAX_SHOWN_CHARS)
+    shown = json.dumps(value) if is_plain and problem["type"] not in ("missing", "json_invalid") else ""
     return f", got {shown}" if 0 < len(shown) <= _MAX_SHOWN_CHARS else ""
 
 

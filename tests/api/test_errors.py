@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from mlx_server import errors
+from mlx_server.api.errors import validation_info
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from tests.api.sse import bodies
 from tests.api.worlds import ALL_ERRORS, World, user
@@ -184,6 +186,16 @@ async def test_a_body_that_is_no_object_says_so(world: World, path: str, content
 async def test_a_wrong_value_is_shown_unless_it_is_long(world: World):
     for value, shown in ((0, "than or equal to 1, got 0"), ("two", 'integer, got "two"'), ("x" * 100, "valid integer")):
         assert (await world.chat(n=value)).json()["error"]["message"].endswith(shown)
+
+
+async def test_a_wrong_value_is_not_encoded_if_it_is_long():
+    problem = {"type": "int_type", "loc": ("body", "n"), "msg": "Input should be a valid integer", "input": "x" * 2**20}
+    tracemalloc.start()
+    try:
+        assert validation_info([problem]).message == "n: Input should be a valid integer"
+        assert tracemalloc.get_traced_memory()[1] < 2**19
+    finally:
+        tracemalloc.stop()
 
 
 async def test_an_unknown_model(world: World):
