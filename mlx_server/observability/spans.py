@@ -124,7 +124,6 @@ class SpanTracer(EngineTracer):
         self._clock = clock
         self._decode = decode
         self._every_steps = every_steps
-        self._epoch_s = time.time() - clock()
         self._traces: dict[str, _Trace] = {}
 
     def on_submitted(self, request: Request) -> None:
@@ -216,10 +215,12 @@ class SpanTracer(EngineTracer):
         parent: otel_context.Context,
         events: Sequence[_Event],
     ) -> None:
-        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=self._epoch_ns(start_s))
-        for event in events:
-            span.add_event(event.name, event.attributes, self._epoch_ns(event.at_s))
-        span.end(self._epoch_ns(end_s))
+        epoch_s = time.time() - self._clock()  # read for each span: the clock stands still while a Mac sleeps
 
-    def _epoch_ns(self, at_s: float) -> int:
-        return int((at_s + self._epoch_s) * 1e9)
+        def epoch_ns(at_s: float) -> int:
+            return int((at_s + epoch_s) * 1e9)
+
+        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=epoch_ns(start_s))
+        for event in events:
+            span.add_event(event.name, event.attributes, epoch_ns(event.at_s))
+        span.end(epoch_ns(end_s))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import ClassVar
@@ -18,7 +19,7 @@ import pytest
 from mlx_server.api.app import create_app
 from mlx_server.config import Config, ObservabilityConfig
 from mlx_server.observability.tracing import NO_TRACING, open_tracing
-from mlx_server.request import Priority
+from mlx_server.request import FinishReason, Priority, Request
 from tests.adapter_files import write_adapter
 from tests.api.fakes import FakeEngine, fake_pool
 from tests.engine.test_engine import ask, engine_of, read
@@ -88,6 +89,18 @@ async def test_a_request_is_one_span_from_arrival_to_end(tmp_path):
     assert [e.timestamp for e in first.events] == sorted(e.timestamp for e in first.events)
     assert first.events[-1].timestamp == first.end_time < second.end_time
     assert traced.spans("step") == []
+
+
+def test_a_span_has_the_time_of_day_also_after_the_machine_has_slept():
+    traced, slept_s = Traced(), 0.0
+    tracer = traced.tracing.tracer("tiny", lambda: time.monotonic() - slept_s, None)
+    slept_s = 8 * 3600.0  # a Mac's monotonic clock stands still meanwhile
+    now = time.monotonic() - slept_s
+    request = Request("late", [1, 2, 3], greedy(1), arrival_s=now, max_total_tokens=4)
+    tracer.on_submitted(request)
+    tracer.on_finished(request, FinishReason.LENGTH, now)
+    (span,) = traced.spans("request")
+    assert abs(span.end_time / 1e9 - time.time()) < 3600
 
 
 async def test_a_requests_adapter_is_part_of_its_models_name(tmp_path):
