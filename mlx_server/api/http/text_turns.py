@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic_core import to_json
 
 from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_executor
 
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 LARGE_BYTES = 256 * 1024
 """Larger bodies may take a tenth of a second to parse, which smaller ones, like those of agents, need not wait for."""
+
+_PIECE = 64
+"""Entries of a list that are encoded at once."""
 
 _IDLE_S = 0.25
 """A turn ends by itself when its request waits this long for something else, like a model that is loading."""
@@ -110,3 +114,22 @@ def turn_of(request: Request) -> TextTurn:
     turn = request.state.turn
     assert isinstance(turn, TextTurn)
     return turn
+
+
+def encode_in_pieces(value: Any, nested: str | None = None) -> bytes:
+    """Encodes JSON in UTF-8, with null for NaN and infinities, for `TextTurn.in_thread`. An encoder holds the GIL, and
+    stalls all streams, until it is done; so each call of it gets a part of a list, or an entry's part where entries are
+    large: those of the member `nested`, which may be an iterator. Any thread."""
+    if isinstance(value, dict):
+        parts = [
+            (name, _encode_entries(part) if name == nested else encode_in_pieces(part)) for name, part in value.items()
+        ]
+        return b"{%b}" % b",".join([b"%b:%b" % (to_json(name), part) for name, part in parts])
+    if isinstance(value, list):
+        pieces = (value[start : start + _PIECE] for start in range(0, len(value), _PIECE))
+        return b"[%b]" % b",".join([to_json(piece, inf_nan_mode="null")[1:-1] for piece in pieces])
+    return to_json(value, inf_nan_mode="null")
+
+
+def _encode_entries(entries: Iterable[Any]) -> bytes:
+    return b"[%b]" % b",".join(map(encode_in_pieces, entries))

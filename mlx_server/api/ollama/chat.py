@@ -24,6 +24,7 @@ from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
 from mlx_server.api.http.sse import openapi_responses
+from mlx_server.api.http.text_turns import encode_in_pieces, turn_of
 from mlx_server.api.ollama.output import NDJSON, AnswerWriter, chat_members, nanoseconds, text_members, timestamp
 from mlx_server.api.ollama.request import (
     ERROR_RESPONSES,
@@ -290,35 +291,35 @@ class EmbeddingsRequest(_EmbedFields):
     prompt: str
 
 
-@router.post("/api/embed")
-async def embed(body: EmbedRequest, request: Request, response: Response, context: Context) -> dict[str, Any]:
+@router.post("/api/embed", response_model=dict[str, Any])
+async def embed(body: EmbedRequest, request: Request, context: Context) -> Response:
     """Vectors of one text or several."""
     started_s = time.monotonic()
     texts = [body.input] if isinstance(body.input, str) else body.input
     truncation = InputTruncation(None if body.truncate is False else -1, asked_by="truncate: true")
-    found = await _embed(body, request, response, context, texts, truncation, dimensions=body.dimensions or None)
-    return {
+    found = await _embed(body, request, context, texts, truncation, dimensions=body.dimensions or None)
+    answer = {
         "model": body.model or "",
-        "embeddings": [vector.tolist() for vector in found.values],
+        "embeddings": (vector.tolist() for vector in found.values),
         "total_duration": nanoseconds(time.monotonic() - started_s),
         "load_duration": nanoseconds(found.load_s),
         "prompt_eval_count": found.num_prompt_tokens,
     }
+    content = await turn_of(request).in_thread(lambda: encode_in_pieces(answer, "embeddings"))
+    return Response(content, headers=found.headers, media_type="application/json")
 
 
-@router.post("/api/embeddings")
-async def embeddings(
-    body: EmbeddingsRequest, request: Request, response: Response, context: Context
-) -> dict[str, list[float]]:
+@router.post("/api/embeddings", response_model=dict[str, list[float]])
+async def embeddings(body: EmbeddingsRequest, request: Request, context: Context) -> Response:
     """The vector of one text."""
-    found = await _embed(body, request, response, context, [body.prompt], InputTruncation(-1), name="prompt")
-    return {"embedding": found.values[0].tolist()}
+    found = await _embed(body, request, context, [body.prompt], InputTruncation(-1), name="prompt")
+    content = encode_in_pieces({"embedding": found.values[0].tolist()})
+    return Response(content, headers=found.headers, media_type="application/json")
 
 
 async def _embed(
     body: _EmbedFields,
     request: Request,
-    response: Response,
     context: ServerContext,
     texts: list[str],
     truncation: InputTruncation,
@@ -326,7 +327,5 @@ async def _embed(
 ) -> PoolingAnswer[FloatArray]:
     model = await find_name(context.pool, body.model)
     found = await vectors.embed(request, context, PoolingOptions(model=model, truncation=truncation), texts, **more)
-    response.headers.update(found.headers)
-    if not keep_model(context.pool, model, body.keep_alive, request):
-        response.headers[NOT_ENFORCED_HEADER] = "keep_alive"
-    return found
+    is_kept = keep_model(context.pool, model, body.keep_alive, request)
+    return found if is_kept else replace(found, headers={**found.headers, NOT_ENFORCED_HEADER: "keep_alive"})

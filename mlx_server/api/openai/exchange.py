@@ -25,7 +25,7 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ErrorInfo, error_info
 from mlx_server.api.http import sse
 from mlx_server.api.http.middleware import REQUEST_ID_HEADER
-from mlx_server.api.http.text_turns import TextTurn, turn_of
+from mlx_server.api.http.text_turns import TextTurn, encode_in_pieces, turn_of
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
 from mlx_server.engine.embeddings import check_generates
@@ -135,15 +135,13 @@ class Exchange:
     async def _full_response(self, plan: Plan, writer: Writer) -> Response:
         with contextlib.closing(await self._start(plan, writer)) as generation:
             answer = await collect(generation, self.body.num_samples)
-        headers = self._headers(plan)
-
-        def write() -> Response:
-            return JSONResponse(writer.full_body(answer), headers=headers)
-
-        if self.sampling.logprobs is None and self.sampling.prompt_logprobs is None:
-            response = write()
-        else:  # 20 tokens at each of thousands of positions: would block the event loop, and all streams
-            response = await self.turn.in_thread(write)
+        headers, sampling = self._headers(plan), self.sampling
+        response: Response
+        if sampling.logprobs is None and sampling.prompt_logprobs is None and not self.body.return_token_ids:
+            response = JSONResponse(writer.full_body(answer), headers=headers)
+        else:  # 20 tokens at each of thousands of positions, or the prompt's ids for each of a thousand choices
+            content = await self.turn.in_thread(lambda: encode_in_pieces(writer.full_body(answer), "choices"))
+            response = Response(content, headers=headers, media_type="application/json")
         await writer.settle()
         return response
 

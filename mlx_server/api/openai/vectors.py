@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -19,7 +18,7 @@ from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingOpt
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
-from mlx_server.api.http.text_turns import turn_of
+from mlx_server.api.http.text_turns import encode_in_pieces, turn_of
 from mlx_server.api.openai.fields import Bool, Int, Refused, RequestFields, TextsOrIds
 from mlx_server.engine.embeddings import FloatArray, InputTruncation, pair_up
 
@@ -70,20 +69,13 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, context: C
         add_special_tokens=body.add_special_tokens is not False,
     )
     is_base64 = body.encoding_format == "base64"
-    content = await turn_of(request).in_thread(lambda: b"".join(_pieces(found, is_base64)))
+    entries = (
+        {"object": "embedding", "index": index, "embedding": _base64(vector) if is_base64 else vector.tolist()}
+        for index, vector in enumerate(found.values)
+    )
+    answer = {**_list_head(found), "data": entries, "usage": found.usage}
+    content = await turn_of(request).in_thread(lambda: encode_in_pieces(answer, "data"))
     return Response(content, headers=found.headers, media_type="application/json")
-
-
-def _pieces(found: PoolingAnswer[FloatArray], is_base64: bool) -> Iterator[bytes]:
-    """The answer, one vector a piece, so that other threads can run between two of them."""
-    yield to_json(_list_head(found))[:-1] + b',"data":['
-    for index, vector in enumerate(found.values):
-        yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (
-            b"," if index else b"",
-            index,
-            _written(vector, is_base64),
-        )
-    yield b'],"usage":' + to_json(found.usage) + b"}"
 
 
 def _list_head(answer: PoolingAnswer[Any]) -> dict[str, Any]:
@@ -91,10 +83,8 @@ def _list_head(answer: PoolingAnswer[Any]) -> dict[str, Any]:
     return {"id": answer.response_id, "object": "list", "created": int(time.time()), "model": answer.model_name}
 
 
-def _written(vector: FloatArray, is_base64: bool) -> bytes:
-    if is_base64:
-        return b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"'
-    return to_json(vector.tolist(), inf_nan_mode="null")
+def _base64(vector: FloatArray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def _as_text(value: Any) -> Any:

@@ -29,6 +29,7 @@ from mlx_server.outputs import EngineStats
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier, default_tiers
+from tests.api.http.test_text_turns import Encoder
 from tests.api.worlds import Site, until
 from tests.embedders import PROMPTS, TinyEmbedder, cosine, embedder_tokenizer, save_embedder
 from tests.tiny_models import save_model_folder, tiny_model
@@ -204,6 +205,15 @@ async def test_ollama_s_routes_give_the_same_vectors(world: PoolingWorld):
     assert "send truncate: true to have it cut" in long.json()["error"]
     many = await world.post("/api/embed", model="embed", input=["a"] * (MAX_INPUTS + 1))
     assert (many.status_code, "at most 2048 texts" in many.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+async def test_vectors_are_encoded_one_by_one_off_the_event_loop(world: PoolingWorld, monkeypatch, path: str):
+    encoder = Encoder(monkeypatch)
+    answer = await world.post(path, input=["one"] * 100)
+    assert answer.status_code == 200
+    assert encoder.threads == {"text"}
+    assert max(encoder.sizes) < len(answer.content) / 50
 
 
 @pytest.mark.parametrize(("path", "body"), [("/api/embed", {"input": "one"}), ("/api/embeddings", {"prompt": "one"})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from mlx_server.api.auth.key_file import KeyFile
-from mlx_server.api.http.text_turns import TextTurn, TextWorkers
+from mlx_server.api.http import text_turns
+from mlx_server.api.http.text_turns import TextTurn, TextWorkers, encode_in_pieces
 from mlx_server.engine.fair_slots import Requester
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.request import Priority
@@ -161,3 +163,53 @@ async def test_who_waits_for_something_else_gives_the_turn_back():
     assert workers.slots.num_held == 1
     turn.end()
     await until(lambda: workers.slots.num_held == 0)
+
+
+class Encoder:
+    """Stands in for the encoder of large answers: the sizes of what it wrote, in bytes, and the threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.threads: set[str] = set()
+        self._encode = text_turns.to_json
+        monkeypatch.setattr(text_turns, "to_json", self.encode)
+
+    def encode(self, value: Any, **options: Any) -> bytes:
+        written = self._encode(value, **options)
+        self.sizes.append(len(written))
+        self.threads.add(threading.current_thread().name.partition("_")[0])
+        return written
+
+
+async def test_a_large_answer_is_encoded_in_small_pieces(monkeypatch: pytest.MonkeyPatch):
+    encoder = Encoder(monkeypatch)
+    positions = [{"token": f"ü{number}", "top": [{"logprob": -0.1}] * 5} for number in range(1000)]
+    body = {
+        "id": "a",
+        "choices": [{"index": 0, "logprobs": {"content": positions}}] * 3,
+        "ids": [*range(1000)],
+        "of": {},
+    }
+    written = encode_in_pieces(body, "choices")
+    assert json.loads(written) == body
+    assert max(encoder.sizes) < len(written) / 30
+    assert encode_in_pieces({"vectors": iter([[float("nan"), 1.5], []])}, "vectors") == b'{"vectors":[[null,1.5],[]]}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 4, "return_token_ids": True},
+        {"logprobs": 2},
+        {"prompt_logprobs": 2},
+    ],
+    ids=lambda body: [*body][-1],
+)
+async def test_large_answers_are_encoded_off_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+):
+    encoder = Encoder(monkeypatch)
+    answer = await world.http.post("/v1/completions", json={"prompt": [5] * 200, "max_tokens": 100, **body})
+    assert answer.status_code == 200
+    assert encoder.threads == {"text"}
+    assert max(encoder.sizes) <= 64 * 300
