@@ -139,6 +139,11 @@ class PriorityQueueWithAging:
         block_hash = self._parked_at.get(request.request_id)
         return None if block_hash is None else self._owners[block_hash].request_id
 
+    def parked_behind(self, owner_id: str) -> list[Request]:
+        """The requests that are parked for what this one computes or loads."""
+        hashes = [block_hash for block_hash in self._parked if self._owners[block_hash].request_id == owner_id]
+        return list(chain.from_iterable(self._parked[block_hash].values() for block_hash in hashes))
+
     def parks(self, request: Request, now: float) -> bool:
         """Parks a waiting request if a running one or a load has its next uncached block. Whether it is parked."""
         return request.request_id in self._parked_at or self._park(request, now)

@@ -106,10 +106,10 @@ class DiskTier:
 
     A waiting request is looked up once: when it is next in its tier, or else when it would start. If more of its prefix
     is in memory and on disk together than in memory alone, the rest is read if that is expected to be faster than
-    computing it. Loads begin in the order of tier and age, two at a time. Meanwhile a request of the tier's own,
-    the holder, holds the blocks, and the queue takes it for the request that computes them. So the waiting request and
-    all others with that prefix are parked, and nothing is loaded twice. Each step copies a piece of what was read into
-    the pool; from then on it is cached like anything that a step computes.
+    computing it. Loads begin in the order of tier and age of those who wait for them, two at a time. Meanwhile a
+    request of the tier's own, the holder, holds the blocks, and the queue takes it for the request that computes them.
+    So the waiting request and all others with that prefix are parked, and nothing is loaded twice. Each step copies a
+    piece of what was read into the pool; from then on it is cached like anything that a step computes.
 
     A load ends with its last block, at the first block that cannot be read, after ten seconds, or when running requests
     need the pool. The request hits what is cached by then and computes the rest.
@@ -187,6 +187,8 @@ class DiskTier:
         """How long the loop may sleep if no request arrives: until a load takes too long, or, if there is no request at
         all (`is_idle`), until blocks are to be saved. None if nothing is due; a read or a write wakes the loop
         anyway."""
+        if any(load.next in load.staged for load in self._loads):
+            return 0.0  # a block without content, which nothing must be read for
         if self.is_loading:
             began_s = min([load.began_s for load in (*self._loads, *self._queue)])
             return max(0.0, began_s + _MAX_LOAD_S - now) + _LATE_S
@@ -296,10 +298,15 @@ class DiskTier:
         """Begins the loads whose turn it is. Drops those whose requests have left, whose prefixes have been computed
         meanwhile, or that have no room."""
         while self._queue and len(self._loads) < _MAX_LOADS:
-            load = min(self._queue, key=lambda load: self._waiting.turn(load.wanted_by))
+            load = min(self._queue, key=self._turn)
             self._queue.remove(load)
             if load.wanted_by.status is not RequestStatus.WAITING or not self._begin(load, now):
                 self._waiting.stop(load.holder.request_id)
+
+    def _turn(self, load: _Load) -> tuple[int, int, float]:
+        """The turn of the first request that waits for a load."""
+        parked = self._waiting.parked_behind(load.holder.request_id)
+        return min(map(self._waiting.turn, [load.wanted_by, *parked]))
 
     def _begin(self, load: _Load, now: float) -> bool:
         request, end = load.wanted_by, load.end
@@ -357,6 +364,7 @@ class DiskTier:
             extra_keys=request.extra_keys,
             adapter=request.adapter,
             adapter_key=request.adapter_key,
+            images=request.images,
         )
         holder.block_hashes = request.block_hashes[:end]
         return holder
@@ -397,6 +405,7 @@ class DiskTier:
             if num_bytes:
                 self._loaded.append((load.place(item), content))
                 self.saves.landing.add(record_digest(load.holder.block_hashes[item.number], item.group))
+                self._counters.num_blocks_loaded += 1
             self._cache(load, item)
             load.next += 1
             load.bytes_ahead -= num_bytes
@@ -431,5 +440,5 @@ class DiskTier:
         if load.slot is not None and load.next == 0 and self._blocks.checkpoints is not None:
             self._blocks.checkpoints.give_back(load.slot)
         load.wanted_by.num_loaded_tokens = (self._num_hit(load) - load.first) * BLOCK_SIZE
-        self._counters.num_blocks_loaded += load.next
-        self._counters.num_blocks_not_loaded += len(load.items) - load.next
+        sizes = [content_bytes(self._store, item.group) for item in load.items[load.next :]]
+        self._counters.num_blocks_not_loaded += len(sizes) - sizes.count(0)

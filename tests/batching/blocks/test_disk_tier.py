@@ -6,16 +6,18 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.batching.blocks.disk_tier import IDLE_S
+from mlx_server.batching.blocks.prefix_cache import BlocksStored
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.prefixes.model_on_disk import flush
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
-from mlx_server.request import FinishReason, Priority
+from mlx_server.request import FinishReason, Priority, PromptImage
 from tests.batching.worlds import FakeStore, ScriptedSupply, World, make_request, make_world, prompt, step_seconds
 
 LONG = prompt(10 * BLOCK_SIZE + 5)
@@ -372,6 +374,22 @@ def test_a_prefix_is_loaded_and_counts_as_cached() -> None:
     assert store.num_read == 10
 
 
+def test_what_is_loaded_is_announced_with_its_images() -> None:
+    """Routers find a prefix by its tokens and its images, which have the same tokens."""
+    image = PromptImage(8, 64, b"7" * 32, {})
+    world = make_world(store=(store := kept(images=(image,))))
+    announced: list[object] = []
+    world.scheduler.blocks.watch_prefixes(announced.append)
+    world.add(make_request("a", LONG, 1, images=(image,)))
+    world.schedule()
+    while world.is_loading:
+        store.arrive()
+        world.schedule()
+    stored = [change for change in announced if isinstance(change, BlocksStored)]
+    assert len(stored) >= 10
+    assert {change.images for change in stored} == {(image,)}
+
+
 def test_blocks_of_8_bits_are_counted_wherever_they_are_hit() -> None:
     """Loaded, or in memory since; not those that are computed behind them, nor when they are computed anew."""
     world = make_world(14, store=(store := kept()))
@@ -519,22 +537,53 @@ def test_nobody_is_preempted_for_a_request_that_is_loaded_first() -> None:
     assert world.scheduler.counters.num_disk_loads == 3
 
 
+def watch_loads(world: World) -> Callable[[], list[str]]:
+    """Gets whose prefixes have been loaded so far, in order; of requests that share one, the last that was added."""
+    store, digests = world.store, []
+    assert store is not None
+    read = store.read
+
+    def noted(digest: bytes, *args: Any, **more: Any) -> None:
+        digests.append(digest)
+        read(digest, *args, **more)
+
+    store.read = noted  # type: ignore[method-assign]
+
+    def begun() -> list[str]:
+        first_block = {request.block_hashes[0]: name for name, request in world.requests.items()}
+        return [first_block[digest] for digest in digests if digest in first_block]
+
+    return begun
+
+
 def test_loads_begin_by_tier_and_then_by_age() -> None:
     store, prompts = kept_each(6)
     world = make_world(200, store=store)
     tiers = (Priority.LOW, Priority.LOW, Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.HIGH)
-    begun: list[bytes] = []
-    read = store.read
-    store.read = lambda digest, *args, **more: (begun.append(digest), read(digest, *args, **more))  # type: ignore
+    begun = watch_loads(world)
     for number, (tokens, priority) in enumerate(zip(prompts, tiers, strict=True)):
         if number == 3:
             world.schedule()
         world.add(make_request(f"a{number}", tokens, 1, priority=priority, arrival_s=0.001 * number))
     world.finish()
     world.check_tokens()
-    first_block = {request.block_hashes[0]: name for name, request in world.requests.items()}
-    order = [first_block[digest] for digest in begun if digest in first_block]
-    assert order == ["a0", "a1", "a4", "a5", "a3", "a2"]
+    assert begun() == ["a0", "a1", "a4", "a5", "a3", "a2"]
+
+
+def test_a_load_begins_when_it_is_the_turn_of_anyone_who_waits_for_it() -> None:
+    """HIGH has the prefix of LOW, whose load comes after two of NORMAL."""
+    store, prompts = kept_each(5)
+    world = make_world(200, store=store)
+    for number, tokens in enumerate(prompts[:4]):
+        world.add(make_request(f"normal {number}", tokens, 1))
+    begun = watch_loads(world)
+    world.schedule()
+    world.add(make_request("low", [*prompts[4], 1], 1, priority=Priority.LOW))
+    world.schedule()
+    world.add(make_request("high", [*prompts[4], 2], 1, priority=Priority.HIGH, arrival_s=world.now))
+    world.finish()
+    world.check_tokens()
+    assert begun() == ["normal 0", "normal 1", "high", "normal 2", "normal 3"]
 
 
 def test_a_disk_that_hangs_holds_up_all_requests_for_one_load_only() -> None:
@@ -582,9 +631,7 @@ def test_the_loads_of_one_key_are_not_before_those_of_another(monkeypatch: pytes
     world = make_world(400, store=store)
     world.add(make_request("stream", prompt(40, first=900), 300, client="A"))
     world.step()
-    begun: list[bytes] = []
-    read = store.read
-    store.read = lambda digest, *args, **more: (begun.append(digest), read(digest, *args, **more))  # type: ignore
+    begun = watch_loads(world)
     for number, tokens in enumerate(prompts[:7]):
         world.add(make_request(f"a{number}", tokens, 1, client="A", arrival_s=0.001 * number))
     world.schedule()
@@ -594,9 +641,7 @@ def test_the_loads_of_one_key_are_not_before_those_of_another(monkeypatch: pytes
         store.arrive()
     world.finish()
     world.check_tokens()
-    first_block = {request.block_hashes[0]: name for name, request in world.requests.items()}
-    order = [first_block[digest] for digest in begun if digest in first_block]
-    assert order[:3] == ["a0", "a1", "b"]
+    assert begun()[:3] == ["a0", "a1", "b"]
     loaded = map(world.scheduler.blocks.cached_block, world.requests["b"].block_hashes)
     assert {block.client for block in loaded if block is not None} == {"B"}
 
@@ -750,6 +795,23 @@ def test_the_loop_sleeps_while_a_prefix_is_loaded() -> None:
     world.now += 10.01
     assert world.schedule() is not None, "a disk that hangs is not waited for"
     assert disk.rest_s(world.now, is_idle=False) is None
+
+
+def test_a_prefix_of_which_nothing_must_be_read_is_not_waited_for() -> None:
+    """Of a model that keeps only states: the state is in memory, and blocks have no content."""
+    world = make_world(16, store=(store := FakeStore()), num_checkpoints=8)
+    store.block_bytes, store.state_bytes = 0, 8
+    world.runner._windows = ()
+    for name, num_tokens in (("a", 300), ("b", 330)):
+        world.add(make_request(name, prompt(num_tokens, first=ord(name)), 2))
+        world.finish()
+    world.add(again := make_request("a again", [*world.requests["a"].prompt_token_ids, 5], 2))
+    assert world.schedule() is None
+    assert (world.is_loading, store.reads) == (True, [])
+    assert world.scheduler.disk.rest_s(world.now, is_idle=False) == 0.0, "nothing else would wake the loop"
+    world.finish()
+    assert again.num_cached_tokens == 9 * BLOCK_SIZE
+    assert world.scheduler.counters.num_blocks_loaded == 0
 
 
 def test_who_leaves_while_it_is_loaded_leaks_nothing() -> None:
