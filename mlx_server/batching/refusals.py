@@ -22,14 +22,22 @@ from mlx_server.request import Request
 _DISPLACED_RETRY_S = 5.0
 
 
-def check_size(request: Request, blocks: PagedBlockManager) -> None:
-    """Raises `ContextLengthError` for a request that cannot fit the pool even at its largest size."""
+def check_size(request: Request, blocks: PagedBlockManager, limits: SchedulerLimits) -> None:
+    """Raises `ContextLengthError` for a request that cannot fit the pool even at its largest size, or that the queue
+    could not take even if nothing waited."""
     if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
         raise ContextLengthError(
             f"The request may grow to {request.max_total_tokens} tokens, but the KV pool holds "
             f"{blocks.groups.max_tokens(blocks.max_blocks)}. "
             "Shorten the prompt, lower max_tokens, or raise --kv-cache-memory.",
         )
+    for whose, queue in ((f" of tier {request.tier}", limits.tiers.get(request.tier)), ("", limits.queue)):
+        if queue is not None and request.num_tokens > queue.max_queued_tokens:
+            raise ContextLengthError(
+                f"The prompt has {request.num_tokens} tokens, but all waiting prompts{whose} together may have "
+                f"{queue.max_queued_tokens}. Shorten the prompt, or raise max_queued_tokens{whose}.",
+                "input_tokens",
+            )
 
 
 def displacements(

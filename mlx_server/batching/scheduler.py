@@ -19,7 +19,7 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.fair_order import by_holdings
-from mlx_server.batching.limits import QueueLoad, SchedulerLimits
+from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.policy import headroom
 from mlx_server.batching.refusals import check_size, displacements, expiry, grammar_error
 from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted
@@ -140,12 +140,12 @@ class ContinuousBatchingScheduler:
     # --- adding and ending requests -----------------------------------------------------------------------
 
     def add_request(self, request: Request, *, displaces: bool = True) -> list[RequestOutput]:
-        """Queues a request. Raises `ContextLengthError` if it cannot fit the pool even at its largest size,
-        `QuotaExceededError` at its tier's queue limit, and `QueueFullError` at the server's limit, unless it may and
-        can displace requests that have not run yet, of worse tiers or of clients with more of them. Returns the last
-        outputs of displaced requests, which may be added again."""
+        """Queues a request. Raises what `check` does, `QuotaExceededError` at its tier's queue limit, and
+        `QueueFullError` at the server's limit, unless it may and can displace requests that have not run yet, of worse
+        tiers or of clients with more of them. Returns the last outputs of displaced requests, which may be added
+        again."""
         table, waiting = self._table, self._table.unscheduled.values() if displaces else ()
-        check_size(request, self.blocks)
+        self.check(request)
         errors = displacements(request, waiting, table.queued(), table.queued(request.tier), self.limits)
         displaced = [table.fail(other, error) for other, error in errors]
         if request.finish_reason is None:  # else it has been here, and was counted
@@ -155,9 +155,8 @@ class ContinuousBatchingScheduler:
         return displaced
 
     def check(self, request: Request) -> None:
-        """Raises what `add_request` would if nothing waited."""
-        check_size(request, self.blocks)
-        displacements(request, (), QueueLoad(0, 0), QueueLoad(0, 0), self.limits)
+        """Raises `ContextLengthError` for a request that does not fit the pool or the queue even if they are empty."""
+        check_size(request, self.blocks, self.limits)
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
         """Ends a request from outside (client gone, stop string); its last `num_void` tokens are not counted. Its

@@ -54,11 +54,24 @@ def test_a_tier_has_limits_of_its_own() -> None:
         scheduler.add_request(make_request("b", 20, tier="free"))
     scheduler.add_request(make_request("c", 60, tier="paid"))
     assert scheduler.finish_request("a")
-    with pytest.raises(
-        QuotaExceededError, match=r"Waiting prompt tokens of tier free: 0; this request has 60, and the limit is 50"
-    ):
-        scheduler.add_request(make_request("d", 60, tier="free"))
     scheduler.add_request(make_request("e", 50, tier="free"))
+
+
+def test_a_prompt_that_no_queue_could_take_is_not_told_to_come_again() -> None:
+    """Not while the queue is full, either."""
+    tiers = {"free": QueueLimits(max_num_waiting=1, max_queued_tokens=50)}
+    scheduler = make_scheduler(queue=QueueLimits(max_queued_tokens=100), tiers=tiers)
+    scheduler.add_request(make_request("a", 20, tier="free"))
+    for tier, num_tokens, whose, limit in (("free", 51, " of tier free", 50), ("paid", 101, "", 100)):
+        request = make_request("long", num_tokens, tier=tier)
+        for add in (scheduler.add_request, scheduler.check):
+            with pytest.raises(ContextLengthError) as caught:
+                add(request)
+            assert caught.value.message == (
+                f"The prompt has {num_tokens} tokens, but all waiting prompts{whose} together may have {limit}. "
+                f"Shorten the prompt, or raise max_queued_tokens{whose}."
+            )
+    assert scheduler.num_waiting == 1
 
 
 def test_those_who_run_do_not_count_as_waiting() -> None:
