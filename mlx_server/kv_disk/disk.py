@@ -117,7 +117,6 @@ class Write:
 
     space: Space
     digest: bytes
-    parent: bytes
     owner: bytes
     content: memoryview
     on_done: Callable[[], None]
@@ -320,7 +319,7 @@ class KvDisk:
             if content is None or self._budget.left < num_bytes:
                 return
         self._check_lock()
-        if self.store.put(write.space, write.digest, write.parent, write.owner, content):
+        if self.store.put(write.space, write.digest, write.owner, content):
             with self._waiting.condition:
                 self.counters.num_bytes_written += num_bytes
                 state = self._budget.spend(num_bytes)
@@ -410,11 +409,11 @@ class ModelRecords:
         """How many bytes `write` takes now."""
         return self.disk.room(max(self.block_bytes, self.state_bytes))
 
-    def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool = False) -> None:
+    def write(self, digest: bytes, owner: bytes, content: memoryview, *, is_state: bool = False) -> None:
         """Queues a block or a state to be written."""
         space, rounding = (self.states, None) if is_state else (self.space, self.rounding)
         assert space is not None, "a model with states has a space for them"
-        self.disk.write(Write(space, digest, parent, owner, content, lambda: self.notify(), rounding))
+        self.disk.write(Write(space, digest, owner, content, lambda: self.notify(), rounding))
 
     def set_busy(self, is_busy: bool) -> None:
         """Says whether answers are being computed."""

@@ -30,7 +30,7 @@ _SLAB_MAGIC = b"mlxkvSLB"
 _RECORD_MAGIC = b"mlxkvREC"
 _LABEL_BYTES = 256
 _SLAB = struct.Struct(f"<8sIIQ16s{_LABEL_BYTES}s")
-_RECORD = struct.Struct("<8sIIQ16s16s8s16s")
+_RECORD = struct.Struct("<8sIIQ16s16x8s16s")
 _CRC = struct.Struct("<I")
 
 
@@ -88,25 +88,17 @@ class SlabHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """`digest` is the block's chained hash, `parent` that of the block before it, `owner` stands for the callers who
-    may hit it (zeros for everyone), and `checksum` is that of the content."""
+    """`digest` is the block's chained hash, `owner` stands for the callers who may hit it (zeros for everyone), and
+    `checksum` is that of the content."""
 
     digest: bytes
-    parent: bytes
     owner: bytes
     content_bytes: int
     checksum: bytes
 
     def pack(self) -> bytes:
         packed = _RECORD.pack(
-            _RECORD_MAGIC,
-            FORMAT_VERSION,
-            0,
-            self.content_bytes,
-            self.digest,
-            self.parent,
-            self.owner,
-            self.checksum,
+            _RECORD_MAGIC, FORMAT_VERSION, 0, self.content_bytes, self.digest, self.owner, self.checksum
         )
         return (packed + _CRC.pack(zlib.crc32(packed))).ljust(RECORD_HEADER_BYTES, b"\0")
 
@@ -115,10 +107,10 @@ class RecordHeader:
         """The header; None if the bytes are not one of this version."""
         if not _is_whole(packed, _RECORD):
             return None
-        magic, version, _, content_bytes, digest, parent, owner, checksum = _RECORD.unpack_from(packed)
+        magic, version, _, content_bytes, digest, owner, checksum = _RECORD.unpack_from(packed)
         if magic != _RECORD_MAGIC or version != FORMAT_VERSION:
             return None
-        return cls(digest, parent, owner, content_bytes, checksum)
+        return cls(digest, owner, content_bytes, checksum)
 
 
 def checksum(content: memoryview) -> bytes:

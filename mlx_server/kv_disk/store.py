@@ -155,7 +155,7 @@ class RecordStore:
                 if removes_broken and slab.header is None and slab.name in self._slabs:
                     self._remove(slab)
 
-    def put(self, space: Space, digest: bytes, parent: bytes, owner: bytes, content: memoryview) -> bool:
+    def put(self, space: Space, digest: bytes, owner: bytes, content: memoryview) -> bool:
         """Writes a record; False if it exists already, or if there is no room even after evictions."""
         assert len(content) == space.content_bytes, "records of a space have one size"
         with self._lock:
@@ -168,7 +168,7 @@ class RecordStore:
             if not slab.is_made:
                 self._files.create(slab.name, header.pack())
                 slab.is_made = True
-            record = RecordHeader(digest, parent, owner, len(content), checksum(content))
+            record = RecordHeader(digest, owner, len(content), checksum(content))
             offset = header.offset(place.slot)
             self._files.write(slab.name, offset + RECORD_HEADER_BYTES, content)
             self._files.write(slab.name, offset, record.pack())

@@ -98,7 +98,6 @@ class FakeStore:
         self.num_read = 0
         self.most_room = 100
         self.owners: dict[bytes, bytes] = {}
-        self.parents: dict[bytes, bytes] = {}
 
     def has(self, block_hash: bytes) -> bool:
         return block_hash in self.blocks
@@ -124,10 +123,9 @@ class FakeStore:
     def room(self) -> int:
         return self.most_room * self.block_bytes
 
-    def write(self, block_hash: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
+    def write(self, block_hash: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
         self.blocks[block_hash] = content
         self.owners[block_hash] = owner
-        self.parents[block_hash] = parent
         self.lost.discard(block_hash)
 
     def set_busy(self, is_busy: bool) -> None:

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     store = RecordStore(Files(tmp_path / "kv"), 2**20)
     for number, (model, owner) in enumerate([("a", ()), ("a", ("key:ada",)), ("a", ("key:bob",)), ("b", ())] * 2):
         space = Space(model.encode() * 16, model, len(CONTENT))
-        assert store.put(space, number.to_bytes(16, "big"), bytes(16), owner_tag(owner), CONTENT)
+        assert store.put(space, number.to_bytes(16, "big"), owner_tag(owner), CONTENT)
     return tmp_path / "kv"
 
 
@@ -72,7 +72,7 @@ def test_a_models_prefixes_are_purged_with_their_files(folder, capsys):
 @pytest.mark.parametrize("name", ["m" * 300, "m" * 255 + "ü" + "m" * 50], ids=["ascii", "cut within a character"])
 def test_a_model_is_purged_by_its_whole_name_however_long(folder, capsys, name):
     store = RecordStore(Files(folder), 2**20)
-    assert store.put(Space(b"l" * 16, name, len(CONTENT)), bytes(16), bytes(16), owner_tag(()), CONTENT)
+    assert store.put(Space(b"l" * 16, name, len(CONTENT)), bytes(16), owner_tag(()), CONTENT)
     (shown,) = [row[0] for row in listed(folder, capsys) if row[0].startswith("mm")]
     assert name.startswith(shown)
     assert run(folder, capsys, "purge", "--model", name) == "1 blocks are deleted.\n"

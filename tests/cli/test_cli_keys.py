@@ -121,7 +121,7 @@ def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path)
     space = Space(bytes(16), "a", 1000)
     store = RecordStore(files, 2**20)
     for number, owner in enumerate([(), *((f"key:{key_id}", "salt") for key_id in ids)]):
-        assert store.put(space, number.to_bytes(16, "big"), bytes(16), owner_tag(owner), memoryview(bytes(1000)))
+        assert store.put(space, number.to_bytes(16, "big"), owner_tag(owner), memoryview(bytes(1000)))
     more = "--purge", "--kv-disk-dir", str(files.folder)
     lock = files.lock(LOCK)
     assert lock is not None

@@ -36,7 +36,7 @@ class Wiped(Rounding):
 def write(disk: KvDisk, *numbers: int) -> None:
     records = ModelRecords(disk, SPACE)
     for number in numbers:
-        records.write(digest_of(number), bytes(16), bytes(8), content_of(number))
+        records.write(digest_of(number), bytes(8), content_of(number))
     assert disk.drain(10)
 
 
@@ -67,7 +67,7 @@ def test_what_waits_to_be_written_can_be_read_as_it_was_given(disk, monkeypatch)
     monkeypatch.setattr(disk.store, "put", lambda *args: may_write.wait(10) and put(*args))
     records = ModelRecords(disk, SPACE, rounding=Wiped("float32", SPACE.content_bytes))
     for number in (1, 2):
-        records.write(digest_of(number), bytes(16), bytes(8), content_of(number))
+        records.write(digest_of(number), bytes(8), content_of(number))
     assert (records.has(digest_of(2)), disk.is_stored(digest_of(2))) == (True, False)
     done, found = threading.Event(), []
     records.notify = done.set
@@ -204,7 +204,7 @@ def test_reads_come_before_writes(tmp_path, monkeypatch, disk):
     monkeypatch.setattr(disk.store, "put", lambda *record: (order.append("write"), put(*record))[-1])
     done = threading.Event()
     ModelRecords(disk, SPACE, done.set).read(digest_of(1), lambda content: None)
-    ModelRecords(disk, SPACE).write(digest_of(2), bytes(16), bytes(8), content_of(2))
+    ModelRecords(disk, SPACE).write(digest_of(2), bytes(8), content_of(2))
     time.sleep(0.05)
     gate.set()
     assert disk.drain(10)

@@ -26,7 +26,7 @@ def test_a_scan_reads_headers_only_and_a_record_takes_300_bytes_of_memory(tmp_pa
     files, space = CountingFiles(tmp_path), Space(bytes(16), "model", 5000)
     store = RecordStore(files, 2**40)
     for number in range(NUM_RECORDS):
-        assert store.put(space, number.to_bytes(16, "big"), bytes(16), b"owner...", memoryview(bytes(5000)))
+        assert store.put(space, number.to_bytes(16, "big"), b"owner...", memoryview(bytes(5000)))
     files.num_read = 0
     tracemalloc.start()
     found = RecordStore(files, 2**40)

@@ -8,6 +8,7 @@ import random
 import shutil
 import stat
 import time
+import zlib
 
 import pytest
 
@@ -29,9 +30,7 @@ def content_of(number: int, space: Space = SPACE) -> memoryview:
 
 
 def put(store: RecordStore, number: int, space: Space = SPACE) -> bool:
-    return store.put(
-        space, digest_of(number), digest_of(number - 1) if number else bytes(16), b"owner...", content_of(number, space)
-    )
+    return store.put(space, digest_of(number), b"owner...", content_of(number, space))
 
 
 def opened(folder, limit_bytes: int = 2**20, files: Files | None = None, clock=time.monotonic) -> RecordStore:
@@ -55,6 +54,20 @@ def test_what_is_written_is_read_after_a_restart(tmp_path):
         assert len(found) == 20
         assert [found.get(digest_of(number)) for number in range(20)] == [content_of(number) for number in range(20)]
         assert found.get(digest_of(99)) is None
+
+
+def test_records_with_the_hash_of_the_block_before_are_read(tmp_path):
+    """Earlier versions wrote it where 16 bytes of a record's header are not used."""
+    put(opened(tmp_path), 1)
+    (path,) = slab_paths(tmp_path)
+    header = bytearray(path.read_bytes()[SLAB_HEADER_BYTES : SLAB_HEADER_BYTES + RECORD_HEADER_BYTES])
+    assert header[40:56] == bytes(16)
+    header[40:56] = digest_of(0xFFFF)
+    header[80:84] = zlib.crc32(header[:80]).to_bytes(4, "little")
+    with path.open("r+b") as file:
+        file.seek(SLAB_HEADER_BYTES)
+        file.write(header)
+    assert opened(tmp_path).get(digest_of(1)) == content_of(1)
 
 
 def test_a_record_is_written_once(tmp_path):

@@ -11,6 +11,7 @@ from typing import Protocol
 from mlx_server.batching.blocks.block import Block
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import first_seen
+from mlx_server.batching.blocks.prefix_cache import DIGEST_BYTES
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import STATES, CopyPlace, EngineCounters
 from mlx_server.request import Request
@@ -26,7 +27,6 @@ BESIDE_BYTES = 16 * 2**20
 
 _MAX_PASSED = 256
 _OWNER_BYTES = 8
-_ROOT = bytes(16)
 
 
 class BlockStore(Protocol):
@@ -73,7 +73,7 @@ class BlockStore(Protocol):
         """How many bytes `write` takes now."""
         ...
 
-    def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
+    def write(self, digest: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
         """Queues a content to be written; it is lost if the tier is turned off or the process ends first."""
         ...
 
@@ -92,7 +92,7 @@ def record_digest(block_hash: bytes, group: int) -> bytes:
     own hash in the first group, otherwise a hash of that and the group."""
     if group == 0:
         return block_hash
-    return blake2b(block_hash + group.to_bytes(2, "little", signed=True), digest_size=len(_ROOT)).digest()
+    return blake2b(block_hash + group.to_bytes(2, "little", signed=True), digest_size=DIGEST_BYTES).digest()
 
 
 def owner_tag(extra_keys: tuple[str, ...]) -> bytes:
@@ -108,7 +108,6 @@ class _Save:
 
     block_hash: bytes
     group: int
-    parent: bytes
     owner: bytes
 
 
@@ -171,8 +170,7 @@ class DiskSaves:
         for index, group in self._worth_keeping(num_blocks, {num_hit, num_in_prompt, num_blocks}):
             digest = record_digest(hashes[index], group)
             if self._find(hashes[index], group) is not None and not self.store.has(digest):
-                parent = hashes[index - 1] if index else _ROOT
-                self._worth.setdefault(digest, _Save(hashes[index], group, parent, owner))
+                self._worth.setdefault(digest, _Save(hashes[index], group, owner))
 
     def forget(self) -> None:
         """The prefix cache was reset: nothing of it is worth saving."""
@@ -227,7 +225,7 @@ class DiskSaves:
             return
         for save, content in zip(self._submitted.popleft(), contents, strict=True):
             digest, is_state = record_digest(save.block_hash, save.group), save.group == STATES
-            self.store.write(digest, save.parent, save.owner, content, is_state=is_state)
+            self.store.write(digest, save.owner, content, is_state=is_state)
         self._counters.num_blocks_saved += len(contents)
 
     # --- inside ---------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class TimedStore(FakeStore):
     def is_quiet(self) -> bool:  # type: ignore[override]
         return self.now() >= self.written_s
 
-    def write(self, block_hash: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
-        super().write(block_hash, parent, owner, content, is_state=is_state)
+    def write(self, block_hash: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
+        super().write(block_hash, owner, content, is_state=is_state)
         self.written_s = max(self.written_s, self.now()) + self.block_bytes / BUSY_BYTES_PER_S
 
 

@@ -90,7 +90,7 @@ class SimulatedDisk:
         self._budget_bytes, self._budget_s = left, self.now
         return max(0, min(MAX_WAITING_BYTES - len(self._waiting) * self.block_bytes, int(left)))
 
-    def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
+    def write(self, digest: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
         def done() -> None:
             self._waiting.discard(digest)
             self._records[digest] = None

@@ -85,7 +85,7 @@ def test_writes_are_slower_beside_who_runs() -> None:
     disk = SimulatedDisk(DISK)
     for number in range(2):
         disk.set_busy(number == 1)
-        disk.write(bytes([number]), b"", b"", memoryview(b""), is_state=False)
+        disk.write(bytes([number]), b"", memoryview(b""), is_state=False)
     assert disk.room() == MAX_WAITING_BYTES - 2 * MIB
     assert disk.has(b"\0")
     disk.now = disk.next_s
