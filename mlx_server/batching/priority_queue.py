@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain
 
@@ -51,8 +51,7 @@ class PriorityQueueWithAging:
         self._owned: dict[str, deque[tuple[int, bytes]]] = {}  # by owner: index in its prompt and hash
         self._parked: dict[bytes, dict[str, Request]] = {}  # by the block that they wait for, then by id
         self._parked_at: dict[str, bytes] = {}
-        self._parked_since: dict[str, float] = {}  # of waiting requests that have ever been parked
-        self._to_expire: OrderedDict[str, Request] = OrderedDict()  # of these, those not over the limit
+        self._parked_since: dict[str, float] = {}  # of waiting requests that have ever been parked, in this order
         self._heads: list[Request] | None = None  # the result of `heads`, until the queue changes
 
     def __len__(self) -> int:
@@ -81,8 +80,7 @@ class PriorityQueueWithAging:
         self._leave(request)
         self._by_turn[request.priority].end_to_wait(request)
         del self._num_cached[request.request_id]
-        if self._parked_since.pop(request.request_id, None) is not None:
-            self._to_expire.pop(request.request_id, None)
+        self._parked_since.pop(request.request_id, None)
 
     # --- the two orders -------------------------------------------------------------------------------------
 
@@ -191,12 +189,9 @@ class PriorityQueueWithAging:
         """A step begins: unparks requests that have waited too long for a prefix, and settles."""
         self._heads = None
         self.settle()
-        while self._to_expire:
-            request = next(iter(self._to_expire.values()))
-            if not self._is_over(request, now):
-                break
-            del self._to_expire[request.request_id]
-            if request.request_id in self._parked_at:
+        if now - next(iter(self._parked_since.values()), now) >= MAX_PREFIX_WAIT_S:  # of the one parked first
+            parked = chain.from_iterable(same.values() for same in self._parked.values())
+            for request in [request for request in parked if self._is_over(request, now)]:
                 self._leave(request)
                 self._enter(request)
 
@@ -229,7 +224,7 @@ class PriorityQueueWithAging:
         parked = {name: block_hash for block_hash, names in self._parked.items() for name in names}
         assert parked == self._parked_at, "the two records of parked requests differ"
         assert set(self._parked) <= set(self._owners), "a request waits for a block that nobody computes"
-        assert set(self._to_expire) <= set(self._parked_since) <= set(self._num_cached), "a request that left is kept"
+        assert set(self._parked_since) <= set(self._num_cached), "a request that left is kept"
 
     def _find_first(self, tier: FairOrder, now: float) -> Request | None:
         while (request := tier.first()) is not None and self._park(request, now):
@@ -285,9 +280,7 @@ class PriorityQueueWithAging:
         num_common = bisect_left(range(next_block, end), True, key=lambda i: self._owners.get(hashes[i]) is not owner)
         last = hashes[next_block + num_common - 1]
         self._leave(request)
-        if request.request_id not in self._parked_since:
-            self._parked_since[request.request_id] = now
-            self._to_expire[request.request_id] = request
+        self._parked_since.setdefault(request.request_id, now)
         self._parked.setdefault(last, {})[request.request_id] = request
         self._parked_at[request.request_id] = last
         return True
