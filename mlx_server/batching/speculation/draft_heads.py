@@ -2,7 +2,8 @@
 
 The head's position j of a request stands for the hidden state of the request's position `first + j` and the token after
 it. The model keeps the last hidden states of each request, so the head begins where these begin, and begins again if it
-falls so far behind that it needs others. It sees nothing before `first`; drafts may be worse for that, but not wrong.
+falls so far behind that it needs others, or has read as much as its context holds. It sees nothing before `first`;
+drafts may be worse for that, but not wrong.
 
     a prompt of 300 tokens: hidden states of 44 to 299 are kept, and token 300 was drawn
     the head begins at a block boundary, 64: it reads 236 pairs, (hidden 64, token 65) to (hidden 299, token 300)
@@ -143,7 +144,7 @@ class HeadDrafts(DraftModel):
         if held is None or not held.first < last <= held.right_end(request):
             return False
         follower = self._followers.get(request_id)
-        if follower is not None and self._reached(follower) < held.first:
+        if follower is not None and not self._can_go_on(follower, held.first):
             self._release(follower)
             follower = None
         if follower is None:
@@ -153,17 +154,22 @@ class HeadDrafts(DraftModel):
             self._followers[request_id] = follower
         return self._is_within(follower.shadow)
 
+    def _can_go_on(self, follower: Follower, first_held: int) -> bool:
+        """Whether the head has its pairs up to the hidden states that are held, and there is room in its context."""
+        return self._reached(follower) >= first_held and self._is_within(follower.shadow)
+
     def _begin(self, request: Request, first_held: int) -> HeadFollower | None:
-        """A follower from an earlier `first`, if the head has its pairs up to the hidden states that are held,
-        otherwise from the first block boundary that is held; None if there is none."""
-        first = -(-first_held // BLOCK_SIZE) * BLOCK_SIZE
+        """A follower from an earlier `first` if it can go on from there, otherwise from the first block boundary that
+        is held and leaves half of the head's context free; None if there is none."""
+        first = max(first_held, request.num_tokens - self._max_tokens // 2)
+        first = -(-first // BLOCK_SIZE) * BLOCK_SIZE
         if first >= request.num_tokens - 1:
             return None
         for earlier in range(0, first, BLOCK_SIZE):
             key = _key(request, earlier)
             if key in self._starts:
                 follower = HeadFollower.after(request, earlier, key)
-                if self._reached(follower) >= first_held:
+                if self._can_go_on(follower, first_held):
                     self._starts.move_to_end(key)
                     return follower
         key = _key(request, first)

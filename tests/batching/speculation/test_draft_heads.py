@@ -147,8 +147,8 @@ def first_turn(heads: HeadDrafts, **more: Any) -> Request:
     return request
 
 
-def next_turn(first: Request, **more: Any) -> Request:
-    tokens = [*first.token_ids(0, first.num_tokens), *prompt(79, 500)]
+def next_turn(first: Request, num_new: int = 79, **more: Any) -> Request:
+    tokens = [*first.token_ids(0, first.num_tokens), *prompt(num_new, 500)]
     return make_request("second", tokens, 50, **more)
 
 
@@ -187,7 +187,21 @@ def test_pairs_that_are_lost_before_the_burst_are_not_needed_by_it(monkeypatch: 
     assert burst(heads, second) == ()
 
 
-def test_no_request_is_read_beyond_the_context_of_the_head() -> None:
-    heads, request = make_heads(max_tokens=100), make_request("a", 69, 50)
+def test_the_next_turn_begins_again_where_its_own_pairs_would_leave_the_context_of_the_head() -> None:
+    heads = make_heads(max_tokens=512)
+    second = next_turn(first_turn(heads), num_new=235)  # from 64 on it would be 491 pairs
+    assert turn(heads, second, 320) == (320, 320, 556)
+
+
+@pytest.mark.parametrize("max_tokens", [100, 300, 600])
+def test_one_that_has_read_as_much_as_its_context_begins_again_within_it(max_tokens: int) -> None:
+    heads, request = make_heads(max_tokens=max_tokens), make_request("a", 69, 700)
     compute(heads, request, 0, 69)
-    assert burst(heads, request) == ()
+    begun = set()
+    for position in range(69, 700):
+        first, start, end = read_by(burst(heads, request))
+        assert end - first < max_tokens
+        assert start == first or end - start == 1, "it reads nothing again that it need not"
+        begun.add(first)
+        compute(heads, request, position, position + 1)
+    assert len(begun) <= 1 + 700 // (max_tokens // 4), "it does not begin again all the time"
