@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,3 +87,12 @@ def save_drafter_folder(path: Path, config: dict[str, Any], weights: dict[str, m
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     return str(path)
+
+
+def change_tensor(folder: str, name: str, change: Callable[[mx.array], mx.array | None]) -> None:
+    """Changes a tensor in the files of a drafter; None leaves it out."""
+    path = str(Path(folder) / "model.safetensors")
+    weights = mx.load(path)
+    assert isinstance(weights, dict)
+    changed = change(weights.pop(name))
+    mx.save_safetensors(path, weights if changed is None else {**weights, name: changed})

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import initialize_rope
 from mlx_vlm.speculative.drafters.eagle3 import Model, ModelConfig
 
 from tests.drafters import random_weights, save_drafter_folder
@@ -18,6 +19,17 @@ from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 LAYER_IDS = (1, 2, 3)
 """Of a target with three layers; the input of a fourth one is the output of the third."""
 KINDS = ("speculators", "sglang", "whole vocabulary", "two layers")
+_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+class _Normed(Model):
+    """mlx-vlm's drafter if it goes on from its hidden state after the last norm."""
+
+    def _forward_tokens(self, *args: Any) -> mx.array:
+        return self.norm(super()._forward_tokens(*args))
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        return self.lm_head(hidden)
 
 
 def eagle_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -35,26 +47,35 @@ def eagle_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, An
         "vocab_size": target["vocab_size"],
         "max_position_embeddings": 4096,
     }
+    if kind == "whole vocabulary":
+        layer["rope_parameters"] = {"rope_theta": layer.pop("rope_theta"), **_ROPE}
     size = target["vocab_size"] if kind == "whole vocabulary" else 120
     if kind == "sglang":
-        own = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*LAYER_IDS], "use_aux_hidden_state": True}}
-        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, "draft_vocab_size": size, **own, **more}
+        own = {"eagle_aux_hidden_state_layer_ids": [one - 1 for one in LAYER_IDS], "use_aux_hidden_state": True}
+        kinds = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": own}
+        return {**layer, "draft_vocab_size": size, **kinds, **more}
+    normed = {} if kind == "speculators" else {"norm_before_residual": False}  # true is their default
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer,
         "draft_vocab_size": size,
         "eagle_aux_hidden_state_layer_ids": [*LAYER_IDS],
-        "norm_before_residual": kind == "speculators",
+        **normed,
         "norm_before_fc": kind == "two layers",
+        "norm_output": kind == "two layers",
         **more,
     }
 
 
 def their_eagle(config: dict[str, Any], seed: int = 3) -> Any:
     """mlx-vlm's drafter with random weights."""
-    flat = {"transformer_layer_config": config, **config, **(config.get("eagle_config") or {})}
-    model = Model(ModelConfig.from_dict(flat))
+    layer = config.get("transformer_layer_config")
+    flat = {"transformer_layer_config": config, "norm_before_residual": layer is not None, **config}
+    model = (_Normed if config.get("norm_output") else Model)(ModelConfig.from_dict(flat))
+    for one in model.layers:
+        if rope := (layer or {}).get("rope_parameters"):
+            one.self_attn.rope = initialize_rope(32, rope["rope_theta"], False, rope)
     weights = random_weights(model, seed)
     if "d2t" in weights:
         size = weights["d2t"].size

@@ -20,6 +20,7 @@ from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.device_memory import active_bytes
 from tests.drafted_answers import answers_in_small_pool, record_drafts
+from tests.drafters import change_tensor
 from tests.eagles import KINDS, eagle_config, folders, save_eagle, their_drafts, their_eagle
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
@@ -109,13 +110,33 @@ def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "it reads 2 layers, not 3"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"it reads the inputs of layers \[1, 1, 2\]"),
         ({"norm_before_fc": True}, "Cannot load .* to draft for"),
+        ({"hidden_act": "gelu"}, "its hidden_act is gelu; only drafters with silu are supported"),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     target, drafter, _, _ = folders(tmp_path / "a", "speculators")
     path = Path(drafter) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    config = json.loads(path.read_text())
+    layer = config["transformer_layer_config"] | {"hidden_act": "silu"}
+    changed = {"transformer_layer_config": {name: changes.get(name, value) for name, value in layer.items()}}
+    path.write_text(json.dumps({**config, **changed, **changes}))
     with pytest.raises(ModelLoadError, match=reason):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
+
+
+@pytest.mark.parametrize("change", [10_000_000, 100, -1000])
+def test_a_drafter_that_names_tokens_which_the_model_lacks_is_refused(change: int, tmp_path: Path) -> None:
+    """MLX does not check indices, and would write beside the logits."""
+    target, drafter, _, _ = folders(tmp_path / "a", "speculators")
+    change_tensor(drafter, "d2t", lambda d2t: d2t + change)
+    with pytest.raises(ModelLoadError, match=r"its d2t names tokens -?\d+ to -?\d+, the model has 320; fetch it again"):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
+
+
+def test_a_drafter_for_some_tokens_needs_an_output_matrix(tmp_path: Path) -> None:
+    target, drafter, _, _ = folders(tmp_path / "a", "speculators")
+    change_tensor(drafter, "lm_head.weight", lambda _: None)
+    with pytest.raises(ModelLoadError, match="it has no lm_head for its 120 of the model's 320 tokens"):
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
 
 
@@ -132,6 +153,15 @@ def test_a_drafter_of_another_width_needs_embeddings_of_its_own(tmp_path: Path) 
     mx.save_safetensors(file, {name: array for name, array in mx.load(file).items() if "embed_tokens" not in name})
     with pytest.raises(ModelLoadError, match="its hidden_size without embeddings is 96, the model has 64"):
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_a_drafter_is_known_by_any_name_of_its_code(name: str, tmp_path: Path) -> None:
+    _, drafter, _, _ = folders(tmp_path / "a", "sglang")
+    path = Path(drafter) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [name]}))
+    with pytest.raises(ModelLoadError, match="It only drafts for another model: name that one, and this with"):
+        LLM(drafter)
 
 
 @pytest.mark.parametrize("kind", ["speculators", "sglang"])

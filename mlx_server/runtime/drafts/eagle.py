@@ -9,7 +9,8 @@ after the other, projected to one hidden state. The first layer reads both side 
     hidden = features + attention(x), then the MLP
     logits of token i + 2 = output matrix(norm(hidden))
 
-Most drafters have an output matrix of their own for the most frequent tokens only, `d2t` more than the place of each.
+For later tokens it reads its own hidden state instead, in EAGLE 3.1 (`norm_output`) after the norm. Most drafters have
+an output matrix of their own for the most frequent tokens only, `d2t` more than the place of each.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _NUM_TAPPED = 3
 @dataclass(frozen=True, slots=True)
 class EagleShape:
     """What a drafter's config.json says, in the form of vLLM's speculators or of SGLang. `plain` are the arguments of
-    mlx-lm's Llama, whose layers drafters have. `layer_ids` are the layers of the model whose inputs are read; None for
-    the usual ones."""
+    mlx-lm's Llama, whose layers drafters have. `layer_ids` are the layers of the model whose inputs are read, as
+    speculators name them; None for the usual ones. SGLang's `eagle_config` names the layers before them, whose outputs
+    these are."""
 
     plain: llama.ModelArgs
     draft_vocab_size: int
@@ -45,22 +47,27 @@ class EagleShape:
     layer_ids: tuple[int, ...] | None
     norm_before_residual: bool
     norm_before_fc: bool
+    norm_output: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> EagleShape:
         """Raises `KeyError`, `TypeError` or `ValueError` for a configuration of another kind."""
-        plain = llama.ModelArgs.from_dict(eagle_layers(config))
-        more = {**config, **(config.get("eagle_config") or {})}
-        layer_ids = more.get("eagle_aux_hidden_state_layer_ids")
-        if layer_ids is not None and len(layer_ids) != _NUM_TAPPED:
+        layers = eagle_layers(config)
+        if (activation := layers.get("hidden_act") or "silu") != "silu":
+            raise ValueError(f"its hidden_act is {activation}; only drafters with silu are supported")
+        plain, own = llama.ModelArgs.from_dict(layers), config.get("eagle_config") or {}
+        more, name = {**config, **own}, "eagle_aux_hidden_state_layer_ids"
+        layer_ids = config.get(name) or [int(layer_id) + 1 for layer_id in own.get(name) or ()]
+        if layer_ids and len(layer_ids) != _NUM_TAPPED:
             raise ValueError(f"it reads {len(layer_ids)} layers, not {_NUM_TAPPED}")
         return cls(
             plain=plain,
             draft_vocab_size=int(more.get("draft_vocab_size") or plain.vocab_size),
             target_hidden_size=more.get("target_hidden_size"),
-            layer_ids=None if layer_ids is None else tuple(int(layer_id) for layer_id in layer_ids),
-            norm_before_residual=bool(more.get("norm_before_residual")),
+            layer_ids=tuple(int(layer_id) for layer_id in layer_ids) or None,
+            norm_before_residual=bool(more.get("norm_before_residual", "transformer_layer_config" in config)),
             norm_before_fc=bool(more.get("norm_before_fc")),
+            norm_output=bool(more.get("norm_output") or more.get("return_hidden_post_norm")),
         )
 
     def tapped(self, num_layers: int) -> list[int]:
@@ -120,9 +127,9 @@ class EagleBody(nn.Module):  # type: ignore[misc]
         x = first(embedded, hidden, mask, cache[0])
         for layer, own in zip(others, cache[1:], strict=True):
             x = layer(x, mask, own)
-        if link.given is not None:
-            link.carried = x.reshape(-1, x.shape[-1])
         normed: mx.array = self.norm(x)
+        if link.given is not None:
+            link.carried = (normed if self.shape.norm_output else x).reshape(-1, x.shape[-1])
         return normed
 
     def features(self, outputs: mx.array) -> mx.array:
@@ -169,10 +176,24 @@ def read_eagle(config: Mapping[str, Any], stored: Weights, target: LoadedModel) 
     _check_fit(shape, target_size, target, embeds=embeds)
     body = EagleBody(shape, target_size or 0, link_to(text_part(target.model)), embeds=embeds)
     model = EagleModel(body, target.vocab_size, has_output="lm_head.weight" in weights)
-    if "d2t" in weights:
-        offsets = weights.pop("d2t").astype(mx.int32)
-        weights |= {"d2t": offsets} if "d2t" in model else {}
+    if "d2t" not in model:
+        weights.pop("d2t", None)
+    elif "lm_head" not in model:
+        raise ValueError(
+            f"it has no lm_head for its {shape.draft_vocab_size} of the model's {target.vocab_size} tokens"
+        )
+    elif "d2t" in weights:
+        weights["d2t"] = _checked(weights["d2t"].astype(mx.int32), target.vocab_size)
     return BuiltDrafter(model, weights, eagle_layers(config))
+
+
+def _checked(d2t: mx.array, vocab_size: int) -> mx.array:
+    """Raises `ValueError` if it names tokens that the model does not have: MLX would write there."""
+    tokens = mx.arange(d2t.size, dtype=mx.int32) + d2t
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= vocab_size:
+        raise ValueError(f"its d2t names tokens {least} to {most}, the model has {vocab_size}; fetch it again")
+    return d2t
 
 
 def _own_name(name: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,10 +128,13 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
+_EAGLE = re.compile(r"eagle3(\w*ForCausalLM)?$", re.IGNORECASE)
+
+
 def is_eagle(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of an EAGLE-3 drafter (`drafts/eagle.py`)."""
     kinds = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
-    return any(str(kind).lower().endswith("eagle3") for kind in kinds)
+    return any(_EAGLE.search(str(kind)) for kind in kinds)
 
 
 def only_drafts(config: Mapping[str, Any]) -> bool:
@@ -141,8 +145,9 @@ def only_drafts(config: Mapping[str, Any]) -> bool:
 def eagle_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a Llama with the layers of an EAGLE-3 drafter."""
     layers = dict(config.get("transformer_layer_config") or config)
-    theta = (layers.get("rope_parameters") or {}).get("rope_theta")
-    return {**layers, "model_type": "llama", **({} if theta is None else {"rope_theta": theta}), "architectures": None}
+    if rope := layers.get("rope_parameters"):  # as transformers 5 writes them; mlx-lm's Llama reads the older form
+        layers |= {"rope_theta": rope.get("rope_theta", layers.get("rope_theta", 10_000.0)), "rope_scaling": rope}
+    return {**layers, "model_type": "llama", "architectures": None}
 
 
 def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict[str, Any], int]:
@@ -158,6 +163,16 @@ def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict
     return layers, held * int(layers.get("hidden_size", 0))
 
 
+_TYPES = {
+    "architectures": (list, "a list"),
+    "text_config": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "eagle_config": (dict, "an object"),
+    "transformer_layer_config": (dict, "an object"),
+}
+"""What values of a config.json must be if they are there."""
+
+
 def _config_faults(folder: Path) -> list[str]:
     try:
         config = _parsed((folder / "config.json").read_text(encoding="utf-8"))
@@ -165,9 +180,18 @@ def _config_faults(folder: Path) -> list[str]:
         return ["config.json"]
     except (OSError, ValueError) as error:
         return [f"a readable config.json ({error})"]
-    if not isinstance(config, dict) or not (isinstance(config.get("model_type"), str) or is_eagle(config)):
+    if not isinstance(config, dict):
         return ["model_type in config.json"]
-    return [] if isinstance(config.get("text_config") or {}, dict) else ["an object as text_config in config.json"]
+    own = config.get("transformer_layer_config")
+    faults = [
+        f"{words} as {name} in config.json"
+        for place in (config, own if isinstance(own, dict) else {})
+        for name, (kind, words) in _TYPES.items()
+        if not isinstance(place.get(name) or kind(), kind)
+    ]
+    if not faults and not (isinstance(config.get("model_type"), str) or is_eagle(config)):
+        faults = ["model_type in config.json"]
+    return faults
 
 
 def _weight_faults(folder: Path) -> list[str]:

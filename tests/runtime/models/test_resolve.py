@@ -140,6 +140,22 @@ def test_an_unreadable_index_is_a_fault(tmp_path, index):
     assert missing_parts(tmp_path) == ["the weights named by model.safetensors.index.json, which is unreadable"]
 
 
+@pytest.mark.parametrize(
+    ("described", "fault"),
+    [
+        ({"architectures": 5}, "a list as architectures"),
+        ({"text_config": "small"}, "an object as text_config"),
+        ({"rope_parameters": "default"}, "an object as rope_parameters"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"], "eagle_config": [1]}, "an object as eagle_config"),
+        ({"transformer_layer_config": 2}, "an object as transformer_layer_config"),
+        ({"transformer_layer_config": {"rope_parameters": [1]}}, "an object as rope_parameters"),
+    ],
+)
+def test_values_of_other_types_in_a_configuration_are_faults(tmp_path, described, fault):
+    (write_folder(tmp_path) / "config.json").write_text(json.dumps({"model_type": "llama", **described}))
+    assert missing_parts(tmp_path) == [f"{fault} in config.json"]
+
+
 @pytest.mark.parametrize("text", ["no json", "[]", "{}", '{"model_type": 3}'])
 def test_an_unreadable_configuration_is_a_fault(tmp_path, text):
     (write_folder(tmp_path) / "config.json").write_text(text)
