@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from tests.assistants import (
 )
 from tests.device_memory import active_bytes
 from tests.drafted_answers import answers_in_small_pool, check_behind_images, record_drafts
+from tests.drafters import change_tensor
 from tests.engine_worlds import random_prompts
 from tests.vision_worlds import CONFIGS, evaluate_constants, tiny_vlm
 
@@ -132,11 +133,23 @@ def test_an_assistant_of_another_model_is_refused(changes: dict[str, Any], reaso
 @pytest.mark.parametrize("name", ["masked_embedding.token_ordering", "model.norm.weight"])
 def test_an_assistant_that_lacks_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
     target, assistant = folders(tmp_path / "a", "gemma4", is_clustered=True)
-    path = Path(assistant) / "model.safetensors"
-    weights = mx.load(str(path))
-    assert isinstance(weights, dict)
-    mx.save_safetensors(str(path), {key: array for key, array in weights.items() if key != name})
+    change_tensor(assistant, name, lambda _: None)
     with pytest.raises(ModelLoadError, match=rf"(?s)Missing 1 parameters.*{name.removeprefix('model.')}"):
+        LLM(target, speculate="model", draft_model=assistant, max_model_len=128)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda tokens: 50_000 * tokens, lambda tokens: tokens - 1, lambda tokens: tokens[1:]]
+)
+def test_an_assistant_whose_clusters_are_not_all_tokens_is_refused(
+    change: Callable[[mx.array], mx.array], tmp_path: Path
+) -> None:
+    """MLX does not check indices, and would write beside the logits."""
+    target, assistant = folders(tmp_path / "a", "gemma4", is_clustered=True)
+    change_tensor(assistant, "masked_embedding.token_ordering", change)
+    with pytest.raises(
+        ModelLoadError, match="its token_ordering does not have each of 320 tokens once; fetch it again"
+    ):
         LLM(target, speculate="model", draft_model=assistant, max_model_len=128)
 
 

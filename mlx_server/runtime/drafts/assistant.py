@@ -175,7 +175,11 @@ def read_assistant(config: Mapping[str, Any], stored: Weights, target: LoadedMod
     model = build_assistant(config, target)
     weights = {f"model.{name.removeprefix('model.')}": array for name, array in stored.items()}
     if (ordering := "model.masked_embedding.token_ordering") in weights:
-        weights[ordering] = weights[ordering].astype(mx.int32)
+        weights[ordering] = tokens = weights[ordering].astype(mx.int32)
+        if not mx.array_equal(mx.sort(tokens), mx.arange(target.vocab_size)):  # MLX would write beside the logits
+            raise ValueError(
+                f"its token_ordering does not have each of {target.vocab_size} tokens once; fetch it again"
+            )
     if "lm_head" not in model.model:
         weights = {name: array for name, array in weights.items() if not name.startswith("model.lm_head.")}
     return BuiltDrafter(model, weights, {**config["text_config"], "model_type": config["model_type"]})
