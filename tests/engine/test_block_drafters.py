@@ -205,19 +205,38 @@ def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
         ({"intermediate_size": 40}, "shape"),
         ({"rope_is_neox_style": False}, "rope_is_neox_style"),
         ({"sample_from_anchor": True}, "sample_from_anchor"),
-        ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id 320"),
-        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}}, "target_layer_ids"),
+        ({"mask_token_id": 320}, "mask_token_id 320"),
+        ({"conv_kernel_size": 3}, "Cannot load .* to draft for"),
+        ({"target_layer_ids": [0, 3]}, r"it reads layers \[0, 3\], the model has 3; take the drafter made for"),
+        ({"target_layer_ids": [0, 3], "num_target_layers": None}, r"it reads layers \[0, 3\], the model has 3"),
+        ({"target_layer_ids": [0, -1]}, r"it reads layers \[0, -1\], the model has 3"),
+        ({"target_layer_ids": [1, 1]}, r"it reads layers \[1, 1\], the model has 3"),
+        ({"target_layer_ids": []}, r"it reads layers \[\], the model has 3"),
         ({"dflash_config": {}}, "its config.json has no target_layer_ids"),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     target, drafter, _, _ = folders(tmp_path, "dflash")
     path = Path(drafter) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    config = json.loads(path.read_text())
+    own = {name: change.get(name, value) for name, value in config["dflash_config"].items()}
+    path.write_text(json.dumps({**config, "dflash_config": own, **change}))
     before = active_bytes()
     with pytest.raises(ModelLoadError, match=message):
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128, num_kv_blocks=8)
     assert active_bytes() <= before
+
+
+@pytest.mark.usefixtures("always_drafts")
+def test_the_number_of_the_models_layers_may_be_left_out(tmp_path: Path) -> None:
+    """Here the last layer is not among those that are read."""
+    config = tiny_model("qwen3").config
+    own = drafter_config("dflash", config, num_target_layers=None)
+    own["dflash_config"]["target_layer_ids"] = [0, 1]
+    target = save_model_folder(build_random(config, 0), config, tmp_path / "model", byte_tokenizer())
+    drafter = save_drafter(tmp_path / "drafter", own, their_drafter(own))
+    _, stats = _answers(str(target), speculate="model", draft_model=drafter)
+    assert stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("architecture", ["iquestloopcoder", "nanbeige"])

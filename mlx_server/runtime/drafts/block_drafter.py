@@ -47,7 +47,7 @@ class BlockShape:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     is_causal: bool
     softcap: float | None
     input_scale: float
@@ -63,17 +63,16 @@ class BlockShape:
         given = {**config, **config["dflash_config"]}
         plain = qwen3.ModelArgs.from_dict({"tie_word_embeddings": True, **given})
         kinds = given.get("layer_types") or [""] * plain.num_hidden_layers
-        layer_ids = tuple(int(layer_id) for layer_id in given["target_layer_ids"])
         for name, known in _ONLY:
             if given.get(name) not in (None, known):
                 raise ValueError(f"its {name} is {given[name]}, which is not supported")
         return cls(
             plain=plain,
+            target_layer_ids=tuple(int(layer_id) for layer_id in given["target_layer_ids"]),
             windows=tuple(int(given["sliding_window"]) if kind == _SLIDING else None for kind in kinds),
             block_size=int(given["block_size"]),
             mask_token_id=int(given["mask_token_id"]),
-            target_layer_ids=layer_ids,
-            num_target_layers=int(given.get("num_target_layers") or max(layer_ids) + 1),
+            num_target_layers=given.get("num_target_layers"),
             is_causal=bool(given.get("causal", given.get("dflash_query_causal", False))),
             softcap=given.get("final_logit_softcapping"),
             input_scale=float(given.get("input_embedding_scale", 1.0)),
@@ -319,15 +318,16 @@ def _own_name(name: str) -> str:
 def _check_fit(shape: BlockShape, target: LoadedModel) -> None:
     """Raises `ValueError` unless the drafter was made for a model of these sizes, whose layers can be read."""
     layers = layers_of(target.model)
+    read, num = shape.target_layer_ids, len(layers)
     sizes = {
         "hidden_size": (shape.plain.hidden_size, target.setting("hidden_size", "dim", "n_embd")),
-        "num_target_layers": (shape.num_target_layers, len(layers)),
+        "num_target_layers": (shape.num_target_layers or num, num),
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
     }
     check_sizes("drafter", sizes)
     if shape.block_size < 2 or not 0 <= shape.mask_token_id < shape.plain.vocab_size:
         raise ValueError(f"its block_size is {shape.block_size} and its mask_token_id {shape.mask_token_id}")
-    if max(shape.target_layer_ids) >= shape.num_target_layers or min(shape.target_layer_ids) < 0:
-        raise ValueError(f"its target_layer_ids are {list(shape.target_layer_ids)}")
-    if not calls_each_once(target.model, [layers[layer_id] for layer_id in shape.target_layer_ids]):
+    if not read or len({*read}) < len(read) or not {*read} <= {*range(num)}:
+        raise ValueError(f"it reads layers {list(read)}, the model has {num}; take the drafter made for this model")
+    if not calls_each_once(target.model, [layers[layer_id] for layer_id in read]):
         raise ValueError("the model's code does not call each of its layers once, so they have no outputs to read")

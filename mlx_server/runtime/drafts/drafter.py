@@ -33,7 +33,7 @@ def load_drafter(read: ReadDrafter, name: str, folder: Path, target: LoadedModel
     """Loads the drafter in `folder` for its `target` model. MLX thread. Raises `ModelLoadError`."""
     try:
         model, layers = _build(read, folder, target)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # missing weights, or a model of other code
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # sizes of 0, other code
         reason = f"its config.json has no {error.args[0]}" if isinstance(error, KeyError) else error
         raise ModelLoadError(f"Cannot load {name} to draft for {target.name}: {reason}.") from error
     yield 0.0
