@@ -74,8 +74,9 @@ class ToolFormat:
 
     JSON arguments are streamed after a match of `head`, which may occur several times in a region; `tail` may follow
     the last. `fails_when_cut`: the parser never reads the beginning of a call as a whole one, so a missing end marker
-    does no harm. `special` are the special tokens besides the markers that must stay in the text. Unless it
-    `can_be_forced`, calls are only read.
+    does no harm. `bare` begins a call of an offered tool before which the model has forgotten the first marker.
+    `special` are the special tokens besides the markers that must stay in the text. Unless it `can_be_forced`, calls
+    are only read.
     """
 
     before: str
@@ -92,6 +93,7 @@ class ToolFormat:
     head: re.Pattern[str] | None = None
     tail: re.Pattern[str] = re.compile(r"\s*")
     fails_when_cut: bool = False
+    bare: str | None = None
     special: tuple[str, ...] = ()
     can_be_forced: bool = True
 
@@ -150,6 +152,7 @@ FORMATS = {
         separator="\n",
         parameter=Parameter(before="<parameter={key}>\n", after="\n</parameter>\n"),
         fails_when_cut=True,
+        bare="<function={name}>\n",
     ),
     "glm47": _GLM,
     "laguna": _GLM,
@@ -158,6 +161,7 @@ FORMATS = {
         after="</invoke>\n",
         separator="\n",
         parameter=Parameter(before='<parameter name="{key}">', after="</parameter>\n"),
+        fails_when_cut=True,
     ),
     "muse_spark": ToolFormat(
         before='\n<atem:invoke name="{name}">\n',

@@ -67,7 +67,8 @@ class ToolCallExtractor:
     Arguments are streamed if the format is JSON or has tags around each, otherwise they come whole when their region
     ends. A region that is not a call becomes content again, markers included; arguments that break off after they were
     streamed stay as they are. White space around calls is dropped. If the format is JSON between tags, an answer that
-    begins with a call of an offered tool may lack the tags.
+    begins with a call of an offered tool may lack the tags; in a format with a `bare` beginning, any call of one may
+    lack the first marker.
     """
 
     def __init__(self, parser: ToolParser, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
@@ -79,7 +80,9 @@ class ToolCallExtractor:
         self._untagged = UntaggedCalls(self._names if parser.name == JSON_TAGS.name else (), parser.start, parser.end)
         self._types = ParameterTypes(tools)
         self._parameters: TaggedCallReader | None = None
-        self._outside = StringScanner([parser.start])
+        bare = [self._format.bare.format(name=name) for name in self._names] if self._format.bare else []
+        self._outside = StringScanner([parser.start, *bare])
+        self._start = parser.start  # of the current region; empty if it is bare
         self._read = self._read_content
         self._body = ""
         self._json = JsonObjectCursor()
@@ -133,7 +136,8 @@ class ToolCallExtractor:
         scan = self._outside.scan(text)
         self._show(scan.text)
         if scan.matched is not None:
-            self._body = ""
+            marker = scan.matched
+            self._start, self._body = (marker, "") if marker == self._parser.start else ("", marker)
             self._num_streamed = 0
             if self._format.read_parameter is not None:
                 self._parameters = TaggedCallReader(
@@ -209,7 +213,7 @@ class ToolCallExtractor:
         for call in calls:
             self._begin(call)
         if not calls and not is_dropped:
-            start = "" if self._num_streamed else self._parser.start
+            start = "" if self._num_streamed else self._start
             self._show(start + body + end)
 
     def _close_parameters(self, parameters: TaggedCallReader, calls: list[_Call], is_complete: bool) -> None:

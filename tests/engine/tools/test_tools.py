@@ -184,6 +184,33 @@ def test_other_formats_have_no_calls_without_their_markers() -> None:
     assert parsed(BARE, parser_named("qwen3_coder")) == (BARE, [])
 
 
+QWEN_CALL = "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+MINIMAX_CALL = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"{QWEN_CALL}\n</tool_call>", "", [WEATHER]),
+        (f"I look.\n\n{QWEN_CALL}\n</tool_call>\n", "I look.\n\n", [WEATHER]),
+        (f"{QWEN_CALL}\n</tool_call>\n<tool_call>\n{QWEN_CALL}\n</tool_call>", "", [WEATHER, WEATHER]),
+        (f"{QWEN_CALL}\n{QWEN_CALL}", "", [WEATHER, WEATHER]),
+        (QWEN_CALL, "", [WEATHER]),
+        (QWEN_CALL.replace("get_weather", "get_weathers"), QWEN_CALL.replace("get_weather", "get_weathers"), []),
+        ("Write <function=get_weather> so.", "Write <function=get_weather> so.", []),
+    ],
+)
+def test_a_call_of_qwen3_coder_may_lack_its_first_tag(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert parsed(text, parser_named("qwen3_coder")) == (content, calls)
+
+
+@pytest.mark.parametrize("second", [MINIMAX_CALL, f"<minimax:tool_call>\n{MINIMAX_CALL}\n</minimax:tool_call>"])
+def test_a_call_of_minimax_may_lack_its_last_tag(second: str) -> None:
+    text = f"<minimax:tool_call>\n{MINIMAX_CALL}\n"
+    assert parsed(text, parser_named("minimax_m2")) == ("", [WEATHER])
+    assert parsed(f"{text}{second}", parser_named("minimax_m2")) == ("", [WEATHER, WEATHER])
+
+
 def test_arguments_that_break_off_stay_as_streamed() -> None:
     content, calls = run(['<tool_call>{"name": "f", "arguments": {"a": "b'])
     assert (content, calls) == ("", [("id0", "f", '{"a": "b')])
