@@ -123,6 +123,7 @@ class OutputParser:
         self._is_parallel = is_parallel
         self._is_forced = is_forced
         self._follower = follower
+        self._thoughts: list[str] = []
 
     @property
     def has_tool_calls(self) -> bool:
@@ -146,14 +147,19 @@ class OutputParser:
             self.is_reasoning = self._splitter.is_reasoning
         if self._extractor is None:
             return Parts(text, reasoning)
+        self._thoughts.append(reasoning)
         return self._parts(reasoning, self._extractor.append(text))
 
     def finish(self, *, is_cut: bool = False) -> Parts:
         """Returns what was held back. Call it once, at the end. `is_cut`: something else than the model has ended the
-        output."""
+        output. If the model has, inside its reasoning, the calls in that count."""
+        is_unanswered = self.is_reasoning and not is_cut and isinstance(self._splitter, ReasoningSplitter)
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
+        if is_unanswered:
+            thoughts = "".join((*self._thoughts, split.reasoning))
+            return self._parts(split.reasoning, ToolOutput(self._extractor.calls_in(thoughts)))
         before = self._extractor.append(split.content)
         found = ToolOutput(before.parts + self._extractor.finish(is_cut=is_cut).parts)
         is_call = self._is_forced and (self._follower is None or not self._follower.is_reasoning)

@@ -125,6 +125,11 @@ class ToolCallExtractor:
             self._parts.append(self._blank)
         return self._take()
 
+    def calls_in(self, thoughts: str) -> tuple[ToolCallDelta, ...]:
+        """Ends an output that is nothing but reasoning; returns the calls in that, from the first marker on."""
+        _, start, rest = thoughts.partition(self._parser.start)
+        return (*self.append(start + rest).calls, *self.finish().calls)
+
     def _take(self) -> ToolOutput:
         output = ToolOutput(tuple(self._parts))
         self._parts.clear()

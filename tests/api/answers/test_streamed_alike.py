@@ -24,6 +24,7 @@ TEXTS = (
     f"x<tool_call>no call</tool_call>y{CALL}\n",
     f"<think>STOP</think>{CALL}",
     f"{CALL.replace('b', 'STOP')}",
+    f"<think>I look.\n{CALL}\n{CALL}",
 )
 Shown = list[tuple[Any, ...]]
 """What a client sees, in order: texts, calls, and the end."""
@@ -178,6 +179,17 @@ async def test_the_beginning_of_a_call_that_is_cut_off_is_no_text(world: World, 
     length = len(world.engine.tokenizer.encode("A call begins with <tool_call>, and", add_special_tokens=False))
     for shown in await both(world, protocol, length):
         assert "<tool_call>, and" in str(shown)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_calls_in_reasoning_count_if_the_model_ended_its_output_there(world: World, protocol: str):
+    mark = "function_call" if protocol == "responses" else "'f'"
+    for text, num_calls in ((f"Hm.\n{CALL}\n{CALL}", 2), (f"{CALL}</think>", 0), (f"{CALL}</think>So.", 0), ("Hm", 0)):
+        world.engine.script = say(f"<think>{text}")
+        length = len(world.engine.tokenizer.encode(f"<think>{text}", add_special_tokens=False))
+        for num_tokens in (length, length + 1):
+            for shown in await both(world, protocol, num_tokens):
+                assert str(shown).count(mark) == (num_calls if num_tokens > length else 0), (text, shown)
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 1000])
