@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_server.engine.text.detokenizer import StringScanner
-from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Tool, ToolFormat, ToolParser
+from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Notation, Tool, ToolFormat, ToolParser
 from mlx_server.engine.tools.tagged import TaggedCallReader, read_calls
 from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
 from mlx_server.engine.tools.values import ParameterTypes, json_text
@@ -248,7 +248,7 @@ class ToolCallExtractor:
         """What mlx-lm's parser reads, which knows more spellings than ours, but guesses values."""
         notation = self._format.notation
         if notation is not None and "None" not in notation.nulls:
-            body = _with_json_words(body, notation.quote)
+            body = _with_json_words(body, notation)
         parsed = self._parser.parse(body, self._tools)
         return parsed if isinstance(parsed, list) else [parsed]
 
@@ -291,13 +291,17 @@ def _letters(text: str) -> str:
 
 _PYTHON_WORD = re.compile(r"(?<=[:,\[ ])(None|True|False)(?=\s*[,\]}])")
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+_BARE_KEY = re.compile(r"""(?<=[{,])\s*([^\s:,{}\[\]"][^:,{}\[\]"]*):""")
 
 
-def _with_json_words(body: str, quote: str) -> str:
-    """Replaces Python's words outside texts. Templates show earlier calls' nulls so, and models copy them."""
-    parts = body.split(quote)
+def _with_json_words(body: str, notation: Notation) -> str:
+    """Replaces Python's words outside texts: templates show earlier calls' nulls so, and models copy them. Puts bare
+    keys in quotes: mlx-lm's parser does so only with those of letters and digits."""
+    parts = body.split(notation.quote)
     parts[::2] = [_PYTHON_WORD.sub(lambda word: _JSON_WORDS[word[0]], part) for part in parts[::2]]
-    return quote.join(parts)
+    if notation.member == "{key}:":
+        parts[::2] = [_BARE_KEY.sub(r'"\1":', part) for part in parts[::2]]
+    return notation.quote.join(parts)
 
 
 def _as_call(parsed: Any) -> _Call:

@@ -302,6 +302,11 @@ FORMATS = [
         '<|tool_call>call:f{a:None,b:[None,{c: True}],d:<|"|>x:None,y<|"|>}<tool_call|>',
         [("f", {"a": None, "b": [None, {"c": True}], "d": "x:None,y"})],
     ),
+    (  # names of arguments that are no words, and texts that look like them
+        "gemma4",
+        '<|tool_call>call:f{-B:3, x-y:<|"|>{-C:1,-D:2}<|"|>,First Name:{$ref:[{a/b:true}]},"q:r":None}<tool_call|>',
+        [("f", {"-B": 3, "x-y": "{-C:1,-D:2}", "First Name": {"$ref": [{"a/b": True}]}, "q:r": None})],
+    ),
     (
         "function_gemma",
         "<start_function_call>call:f{a:None,b:<escape>None<escape>}<end_function_call>",
