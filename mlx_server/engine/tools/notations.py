@@ -11,6 +11,7 @@ from mlx_server.engine.grammar.schema import referenced
 from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression, terminal
 from mlx_server.engine.tools.formats import Notation
 from mlx_server.engine.tools.texts import without
+from mlx_server.engine.tools.written import noted
 
 TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 CONDITIONS = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies")
@@ -174,24 +175,13 @@ class NotationWriter:
 
     def _constant(self, value: Any) -> str:
         """Matches exactly `value`; arrays and objects match anything if the model's parser cannot read them."""
-        if isinstance(value, str):
-            quote = self._notation.quote
-            written = json.dumps(value, ensure_ascii=False) if self._notation.is_escaped else quote + value + quote
-            return self._writer.literal(written)
         if value is None:
             return self._words(self._notation.nulls)
         if isinstance(value, bool):
             return self._words([word for word in self._notation.booleans if (word.lower() == "true") is value])
-        if not isinstance(value, list | Mapping):
-            return self._writer.literal(json.dumps(value))
-        before = self._notation.member
-        if before is None:
+        if isinstance(value, list | Mapping) and self._notation.member is None:
             return self._anything()
-        separator = f" {self._writer.literal(self._notation.separator)} "
-        if isinstance(value, list):
-            return f'"[" {separator.join(map(self._constant, value))} "]"'
-        members = [f"{self._key(before, key)} {self._constant(one)}" for key, one in value.items()]
-        return f'"{{" {separator.join(members)} "}}"'
+        return self._writer.literal(noted(self._notation, value))
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -47,17 +47,18 @@ def _parameter(parameter: Parameter, key: str, value: Any) -> str:
 
 
 def _members(notation: Notation, before: str, members: Mapping[str, Any]) -> str:
-    written = [before.format(key=key) + _noted(notation, value) for key, value in members.items()]
+    written = [before.format(key=key) + noted(notation, value) for key, value in members.items()]
     return notation.separator.join(written)
 
 
-def _noted(notation: Notation, value: Any) -> str:
+def noted(notation: Notation, value: Any) -> str:
+    """A value in a model's own notation."""
     if isinstance(value, str):
         return notation.quote + (_json(value)[1:-1] if notation.is_escaped else value) + notation.quote
     if isinstance(value, Mapping) and notation.member is not None:
         return f"{{{_members(notation, notation.member, value)}}}"
     if isinstance(value, list):
-        return f"[{notation.separator.join(_noted(notation, item) for item in value)}]"
+        return f"[{notation.separator.join(noted(notation, item) for item in value)}]"
     return _json(value)
 
 
