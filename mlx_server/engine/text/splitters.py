@@ -99,6 +99,11 @@ _MAX_HEADER_CHARS = 256
 _HEADER = re.compile(r"\s*+(?:t|to|to=[^\s<]*+\s*+\w*+\s*+)?(?:<\|(?:start|channel|constrain)\|>.*)?", re.DOTALL)
 """What a header may begin with. The prompt has written the first one's role, so its recipient may come first."""
 
+_TOKEN = re.compile(f"({'|'.join(map(re.escape, HARMONY.dropped))})")
+_CUT_TOKEN = re.compile(rf"(?:{'|'.join(re.escape(token[:-2]) for token in HARMONY.dropped)})\|?$")
+"""What is left of a token at the end of a piece whose last letters are held back, since a stop string may begin there.
+Tokens that are spelled in letters come as `<|`, `end`, `|>`."""
+
 _RECIPIENT = re.compile(r"to=(?P<scope>functions\.)?(?P<name>[^\s<]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
@@ -109,8 +114,10 @@ class HarmonySplitter:
         <|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}
 
     A message to a function, by its full name or that of one of `tools`, is a call, on any channel: it becomes content
-    in the form that `parser` reads; the format's tokens are text in its JSON object, which may spell them in letters.
+    in the form that `parser` reads; the format's tokens are text in its JSON object, which may copy them.
     Other messages on the channel `analysis` are reasoning; the rest is content.
+    Text must come a token a piece: a whole `<|end|>` in a piece is the token, and one of several pieces is text, spelled
+    in letters.
     Messages of the same kind are joined by line breaks. Text without a header is content, and a header without a
     message is dropped. With `tools` None no message is a call.
     """
@@ -119,7 +126,7 @@ class HarmonySplitter:
         self._call_start = parser.start + FORMATS["harmony"].before
         self._call_end = parser.end
         self._functions = None if tools is None else {tool["function"]["name"] for tool in tools}
-        self._tokens = StringScanner(HARMONY.dropped)
+        self._held = ""  # of a token
         self._header: str | None = None if is_open else ""  # None inside a message
         self._kind: Literal["reasoning", "content", "call"] = "reasoning"
         self._arguments: JsonObjectCursor | None = None  # until a call's object ends
@@ -135,17 +142,16 @@ class HarmonySplitter:
 
     def append(self, text: str) -> ReasoningSplit:
         """Takes new text. Holds back headers, and what may be the beginning of one."""
-        while text:
-            scan = self._tokens.scan(text)
-            self._read(scan.text)
-            if scan.matched is not None:
-                self._mark(scan.matched)
-            text = scan.rest
+        text = self._held + text
+        cut = _CUT_TOKEN.search(text)
+        self._held = "" if cut is None else cut.group()
+        for index, part in enumerate(_TOKEN.split(text.removesuffix(self._held))):
+            (self._mark if index % 2 else self._read)(part)
         return self._take()
 
     def finish(self) -> ReasoningSplit:
         """Ends the output; returns the text that was held back."""
-        self._read(self._tokens.flush())
+        self._read(self._held)
         if self._header is not None and "<|" not in self._header:
             self._begin("content", self._header)
         return self._take()

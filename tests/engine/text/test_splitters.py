@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,13 +172,39 @@ def test_messages_go_where_their_headers_say(text: str, expected: Any) -> None:
         assert read([*pieces, detokenizer.finish()]) == expected
 
 
-MESSAGES = st.lists(st.sampled_from([*HARMONY.added_tokens, "assistant", " to=functions.f", " to=g", "{", "}", "a\n "]))
+SPELLED = ("Write ", "<|", "end", "|>", ", ", "<", "|channel", "|", ">", " and ", "<|", "call", "|>", ".")
+SAID = "".join(SPELLED)
 
 
-@given(st.sampled_from([case[0] for case in HARMONY_CASES]) | MESSAGES.map("".join), st.lists(st.integers(0, 150)))
-def test_any_cut_of_messages_gives_the_same(text: str, cuts: list[int]) -> None:
-    bounds = [0, *sorted(cuts), len(text)]
-    assert read([text[a:b] for a, b in itertools.pairwise(bounds)]) == read([text])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("<|channel|>final<|message|>", "<|return|>", ("", SAID, [])),
+        ("<|channel|>analysis<|message|>", f"<|end|>{NEXT}<|channel|>final<|message|>So.", (SAID, "So.", [])),
+        (' to=f<|message|>{"a": "', '"}<|call|>', ("", "", [("f", f'{{"a": "{SAID}"}}')])),
+    ],
+)
+def test_tokens_that_are_spelled_in_letters_are_text(before: str, after: str, expected: Any) -> None:
+    assert read([before, *SPELLED, after]) == expected
+
+
+PIECES = st.sampled_from([*HARMONY.added_tokens, "assistant", " to=functions.f", " to=g", "{", "}", "a\n "])
+CASE_PIECES = [re.split(r"(<\|\w+\|>)", case[0]) for case in HARMONY_CASES]
+
+
+@given(st.lists(PIECES) | st.sampled_from(CASE_PIECES), st.lists(st.integers(0, 150)), st.integers(0, 2))
+def test_pieces_of_several_tokens_and_stop_strings_change_nothing(
+    tokens: list[str], cuts: list[int], num_held: int
+) -> None:
+    """A stop string may hold back the last letters of a token until the next piece."""
+    bounds = [0, *sorted(cuts), len(tokens)]
+    pieces = ["".join(tokens[a:b]) for a, b in itertools.pairwise(bounds)]
+    shown, held = [], ""
+    for piece in pieces:
+        end = len(piece) - num_held if piece.endswith("|>") else len(piece)
+        shown.append(held + piece[:end])
+        held = piece[end:]
+    assert read([*shown, held]) == read(["".join(tokens)])
 
 
 def test_without_tools_nothing_is_a_call() -> None:
