@@ -63,6 +63,7 @@ _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
     (ReasoningMarkers("<longcat_think>", "</longcat_think>"), ()),
     (ReasoningMarkers("<|think:start|>", "<|think:end|>"), ()),
     (ReasoningMarkers("<seed:think>", "</seed:think>"), ()),
+    (ReasoningMarkers("<mm:think>", "</mm:think>"), ()),
     (ReasoningMarkers("[THINK]", "[/THINK]"), ()),
     (ReasoningMarkers("<|channel>thought", "<channel|>"), ("<|channel>", "<channel|>")),
     (_XTML, ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),

@@ -25,15 +25,16 @@ class ReasoningSplitter:
     """Splits streamed output into reasoning and content; a marker may come in several pieces.
 
     The reasoning begins in the prompt (`is_open`) or at the beginning of the output. Some models repeat the marker that
-    the template has already written, so it is dropped in both cases. After the first content, markers are ordinary
-    text, since an answer may be about them. Line breaks right after a marker are dropped.
+    the template has already written, so it is dropped in both cases, and so is an end marker before an answer without
+    reasoning. After the first content, markers are ordinary text, since an answer may be about them. Line breaks right
+    after a marker are dropped.
     """
 
     def __init__(self, markers: ReasoningMarkers, is_open: bool = False) -> None:
-        self._start = markers.start
+        self._markers = (markers.start, markers.end)
         self._end = StringScanner([markers.end])
         self._dropped = StringScanner(markers.dropped)
-        self._beginning: str | None = ""  # None once it is known whether the start marker stands there
+        self._beginning: str | None = ""  # None once it is known whether a marker stands there
         self._is_reasoning = is_open
         self._trims_lines = is_open
 
@@ -46,7 +47,7 @@ class ReasoningSplitter:
         """Takes new text. Holds back what may be the beginning of a marker."""
         if self._beginning is not None:
             self._beginning += text
-            if self._may_become_start():
+            if self._may_become_marker():
                 return ReasoningSplit()
             text = self._read_beginning()
         if not self._is_reasoning:
@@ -66,19 +67,19 @@ class ReasoningSplitter:
             return ReasoningSplit(reasoning=self._trim(text + self._end.finish()))
         return ReasoningSplit(content=self._content(text) + self._trim(self._dropped.finish()))
 
-    def _may_become_start(self) -> bool:
+    def _may_become_marker(self) -> bool:
         shown = (self._beginning or "").lstrip()
-        return len(shown) < len(self._start) and self._start.startswith(shown)
+        return any(len(shown) < len(marker) and marker.startswith(shown) for marker in self._markers)
 
     def _read_beginning(self) -> str:
-        """Removes the start marker from the beginning of the output, if it is there, and returns the rest."""
-        text = self._beginning or ""
-        self._beginning = None
-        if not text.lstrip().startswith(self._start):
+        """Removes the marker from the beginning of the output, if one is there, and returns the rest."""
+        text, self._beginning = self._beginning or "", None
+        marker = next(filter(text.lstrip().startswith, self._markers), None)
+        if marker is None:
             return text
-        self._is_reasoning = True
+        self._is_reasoning = marker == self._markers[0]
         self._trims_lines = True
-        return text.lstrip().removeprefix(self._start)
+        return text.lstrip().removeprefix(marker)
 
     def _content(self, text: str) -> str:
         pieces = []
@@ -116,8 +117,8 @@ class HarmonySplitter:
     A message to a function, by its full name or that of one of `tools`, is a call, on any channel: it becomes content
     in the form that `parser` reads; the format's tokens are text in its JSON object, which may copy them.
     Other messages on the channel `analysis` are reasoning; the rest is content.
-    Text must come a token a piece: a whole `<|end|>` in a piece is the token, and one of several pieces is text, spelled
-    in letters.
+    Text must come a token a piece: a whole `<|end|>` in a piece is the token, and one of several pieces is text that
+    spells it in letters.
     Messages of the same kind are joined by line breaks. Text without a header is content, and a header without a
     message is dropped. With `tools` None no message is a call.
     """

@@ -46,6 +46,7 @@ def test_whether_the_prompt_has_opened_the_reasoning(prompt: str, continued: str
         (("[THINK]", "[/THINK]"), None, ReasoningMarkers("[THINK]", "[/THINK]")),
         (("<|channel>", "<channel|>"), None, ReasoningMarkers("<|channel>thought", "<channel|>")),
         (("<seed:think>", "</seed:think>"), None, ReasoningMarkers("<seed:think>", "</seed:think>")),
+        (("<mm:think>", "</mm:think>"), None, ReasoningMarkers("<mm:think>", "</mm:think>")),
         ((), "{{ messages }}<think></think>", THINK),
         (("<think>",), None, None),
         ((), None, None),

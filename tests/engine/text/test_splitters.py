@@ -44,6 +44,10 @@ CASES = [
     ("\n\n", True, ("", "")),
     ("\n\n", False, ("", "\n\n")),
     ("a</think>\n\n\n", True, ("a", "")),
+    ("</think>\nb", False, ("", "b")),  # the model ends what it has not begun, as MiniMax M3 does
+    ("\n</think></think>b", False, ("", "</think>b")),
+    ("\n</think>\nb", True, ("", "b")),
+    ("</thi", False, ("", "</thi")),
 ]
 
 
