@@ -52,19 +52,39 @@ class Parser(cli.Parser):
         raise ValueError(message)
 
 
+def blocks_of(language: str, text: str) -> list[str]:
+    """The contents of the fenced blocks of a language, also of those in lists."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return [content for name, content in blocks if name == language]
+
+
 def words_of_commands(text: str) -> Iterator[list[str]]:
     """Every command line of ours, in blocks of shell and in running text, without the program's name."""
-    blocks = re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in blocks_of("sh", text) for line in block.replace("\\\n", " ").splitlines()]
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for line in [*lines, *inline]:
-        words = shlex.split(line, comments=True) if any(name in line for name in ("mlx-serve", "./scripts/")) else []
+        words = (
+            shlex.split(line.removesuffix(" &")) if any(name in line for name in ("mlx-serve", "./scripts/")) else []
+        )
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if words and words[0] == "mlx-serve":
             yield words[1:]
         elif words and words[0] in SCRIPTS:
             yield [*SCRIPTS[words[0]].split(), *words[1:]]
+
+
+def test_every_block_of_shell_is_found() -> None:
+    text = "".join(map(text_of, PAGES))
+    assert text.count("```sh\n") == len(blocks_of("sh", text)) > 20
+    assert not re.search(r"```(bash|console|shell|zsh)", text)
+
+
+@pages
+def test_blocks_of_shell_have_no_comments(page: Path) -> None:
+    """A Mac's shell takes `#` and what follows as words when a command is pasted into it."""
+    lines = [line for block in blocks_of("sh", text_of(page)) for line in block.splitlines()]
+    assert [line for line in lines if re.search(r"(^|\s)#", line)] == []
 
 
 def parser_of(words: list[str]) -> tuple[Parser | None, list[str]]:
@@ -102,7 +122,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 def paths_in(text: str) -> Iterator[str]:
     """Files and folders of the repository, in blocks of shell and in running text."""
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    blocks = blocks_of("sh", text)
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for word in " ".join([*blocks, *inline]).split():
         module = re.fullmatch(r"(?:tests|mlx_server)(?:\.\w+)+", word)
@@ -180,7 +200,7 @@ def test_variables_that_are_no_settings_are_explained() -> None:
 
 @pages
 def test_examples_of_configurations_are_valid(page: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", text_of(page), re.DOTALL)):
+    for number, block in enumerate(blocks_of("toml", text_of(page))):
         if "model_providers" in block:  # Codex's
             continue
         (tmp_path / f"{number}.toml").write_text(block)
