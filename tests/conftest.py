@@ -56,6 +56,17 @@ def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mlx_server.api.auth.keys.home", lambda: tmp_path / "home")
 
 
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A web proxy in the environment that does not answer; its URL."""
+    url = "http://127.0.0.1:9"
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return url
+
+
 @pytest.fixture(scope="session", autouse=True)
 def emulator_builds(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What one worker compiles for the emulator, the others use; it goes with pytest's temporary folders."""

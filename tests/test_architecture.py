@@ -20,6 +20,7 @@ VOCABULARY = {
     "outputs",
     "config",
     "combinations",
+    "clients",
     "fleet",
     "setting",
     "tiers",

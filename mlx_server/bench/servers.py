@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from mlx_server.clients import NO_PROXY
 from mlx_server.errors import ServeError
 
 _READY_PATHS = ("/health", "/v1/models")
@@ -73,7 +74,7 @@ class Server:
 
     def _await_ready(self, url: str, timeout_s: float, check: Callable[[], None]) -> None:
         deadline_s = time.monotonic() + timeout_s
-        with httpx.Client(base_url=url, timeout=5.0) as http:
+        with httpx.Client(base_url=url, timeout=5.0, mounts=NO_PROXY) as http:
             while True:
                 check()
                 if any(_answers(http, path) for path in _READY_PATHS):

@@ -18,8 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from mlx_server.cli.remote import KEY_VARIABLE, RemoteServer, add_remote_flags
+from mlx_server.clients import LOCAL_HOSTS
 from mlx_server.errors import ServeError, did_you_mean
 
 _NO_KEY = "unused"
@@ -59,12 +62,12 @@ def run_launch(args: argparse.Namespace) -> int:
     target = _target(args.url, args.model)
     _warn_of_short_context(args.client, client, target)
     if args.print:
-        setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN), "{folder}")
+        setup = _setup(client, target if target.key == _NO_KEY else replace(target, key=_HIDDEN), "{folder}")
         print(_shown(setup, [args.client, *setup.arguments, *args.arguments]))
         return 0
     assert program is not None
     with tempfile.TemporaryDirectory(prefix="mlx-serve-") as folder:
-        setup = client.setup(target, folder)
+        setup = _setup(client, target, folder)
         for file, text in setup.files.items():
             Path(folder, file).write_text(text, encoding="utf-8")
         return _run([program, *setup.arguments, *args.arguments], _environment(setup.environment))
@@ -96,6 +99,20 @@ def _warn_of_short_context(name: str, client: Client, target: Target) -> None:
         f"have about {client.num_prompt_tokens}. Use a model with a longer context.",
         file=sys.stderr,
     )
+
+
+def _setup(client: Client, target: Target, folder: str) -> Setup:
+    setup = client.setup(target, folder)
+    return replace(setup, environment={**setup.environment, **_exceptions_from_proxies(target.url)})
+
+
+def _exceptions_from_proxies(url: str) -> dict[str, str]:
+    """Variables with which clients ask a server on this machine without a web proxy, where there is one."""
+    proxies, hosts = getproxies(), [host.strip("[]") for host in LOCAL_HOSTS]
+    others = proxies.pop("no", "")
+    if not proxies or others == "*" or urlsplit(url).hostname not in hosts:
+        return {}
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join([*filter(None, [others]), *hosts]))
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from mlx_server.clients import NO_PROXY, EventSplitter
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ServeError
 
@@ -49,7 +50,7 @@ class RemoteServer:
             raise RemoteError(f"{KEY_VARIABLE} is not a key: it has characters other than printable ASCII.")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport)
+            self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport, mounts=NO_PROXY)
         except OSError as error:
             file = os.environ.get(_CERT_VARIABLE)
             raise RemoteError(f"{_CERT_VARIABLE}: {file} cannot be used: {error.strerror}.") from error
@@ -75,13 +76,13 @@ class RemoteServer:
 
     def stream(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Iterator[Any]:
         """What `read` finds in each event of a streamed answer, until `[DONE]`."""
+        events = EventSplitter()
         with self._answer("POST", path, body) as response:
-            for line in response.iter_lines():
-                data = line.removeprefix("data:").strip()
-                if line.startswith("data:") and data != "[DONE]":
+            for chunk in response.iter_bytes():
+                for data in events.feed(chunk):
                     yield self._found(response, data, read)
 
-    def _found(self, response: httpx.Response, text: str | bytes, read: Callable[[Any], Any]) -> Any:
+    def _found(self, response: httpx.Response, text: bytes, read: Callable[[Any], Any]) -> Any:
         try:
             answer = json.loads(text)
             if "error" in answer:

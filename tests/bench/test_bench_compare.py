@@ -206,6 +206,7 @@ def test_a_running_server_is_used_at_its_url(tmp_path):
             assert same == url
 
 
+@pytest.mark.usefixtures("dead_proxy")
 def test_urls_may_end_in_the_path_of_the_api(tmp_path, capsys):
     started = Server(name="x", command=COMMAND)
     with started.session(model=None, log_path=tmp_path / "log", start_timeout_s=20) as url:

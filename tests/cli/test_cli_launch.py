@@ -120,6 +120,26 @@ def test_a_context_too_short_for_the_client_is_told_before_it_starts(
     assert words in told
 
 
+def test_a_client_does_not_ask_a_server_on_this_machine_through_a_proxy(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, dead_proxy: str
+):
+    monkeypatch.setenv("no_proxy", "intern.example")
+    environment = machine.launch("claude")[1]["environment"]
+    assert environment["http_proxy"] == dead_proxy
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "intern.example,127.0.0.1,localhost,::1"
+
+
+def test_a_client_is_told_nothing_of_proxies_where_there_are_none_or_the_server_is_elsewhere(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, dead_proxy: str
+):
+    monkeypatch.setenv("http_proxy", machine.server.url)
+    assert main(["launch", "claude", "--url", "http://far.invalid"]) == 0
+    assert "NO_PROXY" not in machine.report()["environment"]
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.delenv(name)
+    assert "NO_PROXY" not in machine.launch("claude")[1]["environment"]
+
+
 def test_codex_gets_a_provider_on_its_command_line(machine: Machine):
     _, seen = machine.launch("codex", "--model", "second/one", "--", "exec", "Hi")
     *pairs, command, prompt = seen["arguments"]

@@ -222,6 +222,19 @@ def test_an_address_needs_no_scheme(server, monkeypatch) -> None:
     assert main(["chat", "--url", server.url.removeprefix("http://"), "hi"]) == 0
 
 
+@pytest.mark.usefixtures("dead_proxy")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(server, monkeypatch, host: str) -> None:
+    typed(monkeypatch)
+    assert main(["chat", "--url", server.url.replace("127.0.0.1", host), "hi"]) == 0
+
+
+@pytest.mark.usefixtures("dead_proxy")
+def test_a_server_elsewhere_is_asked_through_the_proxy(server, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    assert RemoteServer("http://far.invalid").model_cards() == {"fake": {"id": "fake"}}
+
+
 def test_a_page_instead_of_json_is_said_to_be_one() -> None:
     page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html></html>"))
     with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8 that is not in mlx-serve's format"):
@@ -233,6 +246,17 @@ def test_an_answer_of_another_form_is_said_to_be_one(body: str) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
     with pytest.raises(RemoteError, match="is it an mlx-serve server"):
         RemoteServer("http://host", transport=transport).model_cards()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 1000])
+def test_characters_that_unicode_calls_ends_of_lines_are_text(chunk_size: int) -> None:
+    text = "a\u0085b\u2028c\u2029d"
+    event = json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False)
+    body = f": hi\r\n\r\ndata: {event}\r\n\r\ndata: {event}\n\ndata: [DONE]\n\n".encode()
+    parts = [body[start : start + chunk_size] for start in range(0, len(body), chunk_size)]
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=iter(parts)))
+    pieces = RemoteServer("http://host", transport=transport).stream("/v1/chat/completions", {}, chat.Piece.of)
+    assert [piece.text for piece in pieces] == [text, text]
 
 
 @pytest.mark.parametrize("event", ["hello", "3", "[]", '{"choices": 3}', '{"choices": ["a"]}', '{"usage": "a"}'])

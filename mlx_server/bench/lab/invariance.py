@@ -23,6 +23,7 @@ import httpx
 from mlx_server.bench.arguments import add_key_argument, add_server_arguments, api_key, from_1, from_2
 from mlx_server.bench.serve.report import added_counts
 from mlx_server.bench.serve.workloads import WORDS
+from mlx_server.clients import NO_PROXY
 from mlx_server.errors import ServeError
 
 WAYS: tuple[dict[str, float], ...] = (
@@ -64,7 +65,7 @@ async def _run(args: argparse.Namespace) -> int:
     key = api_key(args)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     requests = make_requests(args.num_requests, args.max_prompt_words, args.max_tokens, args.seed)
-    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=None) as http:
+    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=None, mounts=NO_PROXY) as http:
         try:
             before = (await http.get("/metrics")).text
             equal = await count_equal(http, args.model, requests, args.max_batch, args.seed)

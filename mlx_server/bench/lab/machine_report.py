@@ -38,6 +38,7 @@ from mlx_server.bench.lab.products import MLX, Weight, measure_products, own_pro
 from mlx_server.bench.lab.soak import SoakResult, memory_before_and_after, soak
 from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
+from mlx_server.clients import NO_PROXY
 from mlx_server.config import DEFAULT_MODEL, FEWER_KV, Config, ModelConfig, settings
 from mlx_server.engine.models.facts import read_facts
 from mlx_server.errors import ServeError
@@ -261,7 +262,8 @@ def _chat(config: Config, log: Path) -> Finding:
             return _skipped(config)
         start_s = time.perf_counter()
         headers = {"authorization": f"Bearer {key}"}
-        response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=_START_S)
+        with httpx.Client(headers=headers, timeout=_START_S, mounts=NO_PROXY) as http:
+            response = http.post(f"{url}/v1/chat/completions", json=body)
         elapsed_s = time.perf_counter() - start_s
     if response.status_code != httpx.codes.OK:
         raise ServeError(f"The server answered {response.status_code}: {response.text}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from mlx_server.clients import NO_PROXY, EventSplitter
 from mlx_server.errors import ServeError
 
 COMPLETIONS, CHAT = "completions", "chat"
@@ -98,7 +99,7 @@ class StreamClient:
     def __init__(self, target: Target, model: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
-            base_url=target.base_url, timeout=_TIMEOUT, limits=limits, transport=target.transport
+            base_url=target.base_url, timeout=_TIMEOUT, limits=limits, transport=target.transport, mounts=NO_PROXY
         )
         self.model = model
         self._is_chat = target.endpoint == CHAT
@@ -123,6 +124,7 @@ class StreamClient:
         record = RequestRecord(tier.name if group is None else group, clock())
         headers = {"authorization": f"Bearer {tier.api_key}"} if tier.api_key else {}
         body = self._body(messages, max_tokens)
+        events = EventSplitter()
         request = self._http.stream("POST", self._path, json=body, headers=headers)
         try:
             async with request as response:
@@ -130,13 +132,11 @@ class StreamClient:
                     text = (await response.aread()).decode("utf-8", "replace")
                     record.error = f"HTTP {response.status_code}: {text[:300]}"
                     return record
-                async for line in response.aiter_lines():
+                async for chunk in response.aiter_bytes():
                     now_s = clock()
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or data == "[DONE]":
-                        continue
-                    if self._take(record, json.loads(data), now_s):
-                        on_token(record)
+                    for data in events.feed(chunk):
+                        if self._take(record, json.loads(data), now_s):
+                            on_token(record)
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             record.error = f"{type(error).__name__}: {error}".removesuffix(": ")
         if record.error is None and not record.token_times_s:
@@ -197,7 +197,9 @@ async def list_models(target: Target, api_key: str | None) -> list[str]:
     """The models that the server lists, at least one. Raises `ServeError`."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with httpx.AsyncClient(base_url=target.base_url, timeout=30.0, transport=target.transport) as http:
+        async with httpx.AsyncClient(
+            base_url=target.base_url, timeout=30.0, transport=target.transport, mounts=NO_PROXY
+        ) as http:
             response = await http.get("/v1/models", headers=headers)
         cards = response.raise_for_status().json()["data"]
         if not cards:

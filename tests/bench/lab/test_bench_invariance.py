@@ -90,6 +90,7 @@ def counting_url() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.usefixtures("dead_proxy")
 def test_counts_are_those_of_the_run_alone(
     counting_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

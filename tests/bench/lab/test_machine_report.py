@@ -57,7 +57,7 @@ def written(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "dead_proxy")
 def test_a_report_has_everything_but_what_is_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.md"
     assert main(["doctor", "--report", str(path), "--seconds", "1"]) == 0

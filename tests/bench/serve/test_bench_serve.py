@@ -106,6 +106,13 @@ def test_a_text_stream_is_timed_to_the_millisecond():
     assert ms(got.gaps_s) == [10, 20]
 
 
+def test_characters_that_unicode_calls_ends_of_lines_are_text():
+    text = "a\u0085b\u2028c\u2029d"
+    event = json.dumps({"choices": [{"text": text, "finish_reason": None}]}, ensure_ascii=False)
+    got = stream(TimedEvents((0.080, f"data: {event}\n\n".encode())))
+    assert (got.error, got.text) == (None, text)
+
+
 @pytest.mark.parametrize(
     ("event", "error"),
     [
