@@ -4,6 +4,8 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=$venv/bin/python
+needed="Python 3.11 to 3.15"
+if [ "$(uname -s)" = Darwin ]; then needed="$needed for Apple silicon"; fi
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -12,7 +14,12 @@ die() {
   exit 1
 }
 
-is_supported() { "$@" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 16))' >/dev/null 2>&1 </dev/null; }
+# MLX has no wheels for Intel Macs, nor for an Intel Python in Rosetta.
+is_supported() {
+  "$@" -c 'import platform, sys
+fits = sys.platform != "darwin" or platform.machine() == "arm64"
+sys.exit(not (fits and (3, 11) <= sys.version_info < (3, 16)))' >/dev/null 2>&1 </dev/null
+}
 
 find_python() {
   local candidate
@@ -28,10 +35,11 @@ find_python() {
 make_venv() {
   local base
   rm -rf "$venv"
-  if command -v uv >/dev/null 2>&1 && uv venv --quiet --python "${PYTHON:->=3.11,<3.16}" "$venv" >&2; then return; fi
-  base=$(find_python) || die "Python 3.11 to 3.15 is required, but none was found." \
+  if command -v uv >/dev/null 2>&1 && uv venv --quiet --python "${PYTHON:->=3.11,<3.16}" "$venv" >&2 &&
+    is_supported "$python"; then return; fi
+  base=$(find_python) || die "$needed is required, but none was found." \
     "Install one (macOS: brew install python@3.12; Debian: apt-get install python3-venv), or set PYTHON to its path."
-  "$base" -m venv "$venv" >&2 || die "$base cannot make a virtual environment in $venv (Debian: apt-get install python3-venv)."
+  "$base" -m venv --clear "$venv" >&2 || die "$base cannot make a virtual environment in $venv (Debian: apt-get install python3-venv)."
 }
 
 install_into_venv() {
@@ -54,8 +62,11 @@ development_requirements() {
 setup() {
   local wanted=$1 stamp requirement
   local -a requirements=()
+  if [ "$(uname -s)" = Darwin ] && [ "$(uname -r | cut -d. -f1)" -lt 23 ]; then
+    die "This is macOS $(sw_vers -productVersion), and MLX needs macOS 14 or later on Apple silicon."
+  fi
   stamp="$root $(cksum <"$root/pyproject.toml")"
-  if [ -d "$venv" ] && ! is_supported "$python"; then say "$venv has no working Python 3.11 to 3.15; creating it again."; fi
+  if [ -d "$venv" ] && ! is_supported "$python"; then say "$venv has no working $needed; creating it again."; fi
   if is_supported "$python"; then
     [ "$(cat "$venv/.installed-dev" 2>/dev/null)" = "$stamp" ] && return
     [ "$wanted" = run ] && [ "$(cat "$venv/.installed-run" 2>/dev/null)" = "$stamp" ] && return
