@@ -481,17 +481,27 @@ def test_a_vocabulary_that_is_not_the_logits_width_is_refused():
 
 
 class _Warmed(ReferenceBackend):
-    """Remembers what it was warmed for."""
+    """Remembers for which kinds of layers it has attended, and whether it was warmed for each before."""
 
-    kinds: list[tuple[int, bool]] = []  # noqa: RUF012 - one backend a test
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm: set[tuple[int, bool]] = set()
+        self.used: dict[tuple[int, bool], bool] = {}
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        self.kinds.append((num_query_heads, sinks is not None))
+        self.warm.add((num_query_heads, sinks is not None))
+
+    def attend(self, pool: Any, queries: mx.array, *args: Any, sinks: mx.array | None = None, **options: Any) -> Any:
+        kind = queries.shape[1], sinks is not None
+        self.used.setdefault(kind, kind in self.warm)
+        return super().attend(pool, queries, *args, sinks=sinks, **options)
 
 
-@pytest.mark.parametrize(("architecture", "kinds"), [("llama", [(4, False)]), ("gpt_oss", [(4, True)])])
-def test_a_backend_is_warmed_once_for_each_kind_of_layer(architecture, kinds, monkeypatch):
-    monkeypatch.setattr(backends, "_FACTORIES", {"reference": _Warmed})
-    monkeypatch.setattr(_Warmed, "kinds", [])
-    with make_llm(architecture, attention_backend="reference", num_kv_blocks=8):
-        assert _Warmed.kinds == kinds
+@pytest.mark.parametrize("kv_bits", ["full", "8"])
+@pytest.mark.parametrize(("architecture", "has_sinks"), [("qwen3", False), ("gpt_oss", True)])
+def test_a_backend_is_warmed_for_each_kind_of_layer_before_its_first_use(architecture, has_sinks, kv_bits, monkeypatch):
+    made: list[_Warmed] = []
+    monkeypatch.setattr(backends, "_FACTORIES", {"reference": lambda: made.append(_Warmed()) or made[-1]})
+    with make_llm(architecture, attention_backend="reference", num_kv_blocks=8, kv_bits=kv_bits):
+        for backend in made:
+            assert backend.used == dict.fromkeys([(4, True), (4, has_sinks)], True)

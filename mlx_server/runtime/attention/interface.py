@@ -190,7 +190,7 @@ class AttentionBackend(Protocol):
         ...
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """Compiles and checks what such a layer needs, before the first request."""
+        """Compiles and checks what such a layer needs. Call it before `attend`; further calls do nothing."""
         ...
 
     def plan(self, step: StepPlan) -> Any:

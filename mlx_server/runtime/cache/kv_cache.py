@@ -24,10 +24,10 @@ class PagedLayerCache(AttendsItself):
     """One layer's K/V in a ragged forward pass: T tokens of any requests as a batch `[T, 1]`.
 
     Implements the part of mlx-lm's cache protocol that attention layers use. Keeps the step's K/V until the layer asks
-    for attention, so that a backend can write and attend in one call. `num_query_heads` and `sinks` are those of the
-    last call, None before the first. In a forward pass, `offset` is the position of each row, `[T]`, for rope, and
-    `metadata` the backend's plan. `_offset`, mlx-vlm's name, is the largest position: without it, mlx-vlm's models
-    would read it from the device and wait for all running work.
+    for attention, so that a backend can write and attend in one call, and warms it up before the first one. In a
+    forward pass, `offset` is the position of each row, `[T]`, for rope, and `metadata` the backend's plan. `_offset`,
+    mlx-vlm's name, is the largest position: without it, mlx-vlm's models would read it from the device and wait for all
+    running work.
 
     A module that runs on groups of rows gets `view` instead.
     """
@@ -39,9 +39,8 @@ class PagedLayerCache(AttendsItself):
         """`is_chunked`: the module has its own mask, which attends within chunks of the context."""
         self.window = window
         self.is_chunked = is_chunked
-        self.num_query_heads: int | None = None
-        self.sinks: mx.array | None = None
         self.spec = spec
+        self._is_warm = False
         self.pool = LayerPool(spec)
         self.place = 0
         self._seat = 0
@@ -58,6 +57,10 @@ class PagedLayerCache(AttendsItself):
         plan. At most `kept_window` tokens of a context are kept."""
         self.place, self.pool, self._kept_window = place, pool, kept_window
         self._seat = pool.seat_of(self.spec)
+
+    def quantize(self, bits: KvBits | None) -> None:
+        """As `PagedKVCache.quantize`, for this layer."""
+        self.spec, self._is_warm = replace(self.spec, bits=bits), False
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask | None:
         """The backend masks causally. Only a window is passed on; it comes back in `attend`, or for a group."""
@@ -97,7 +100,9 @@ class PagedLayerCache(AttendsItself):
         if self._kept_window is not None and (window is None or window > self._kept_window):
             raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
-        self.num_query_heads, self.sinks = queries.shape[1], sinks
+        if not self._is_warm:
+            pool.backend.warm_up(self.spec, queries.shape[1], sinks=sinks)
+            self._is_warm = True
         keys = None if is_written else self.keys
         if self.spec.bits is not None:
             queries, keys = rotate(queries), None if keys is None else rotate(keys)
@@ -135,8 +140,6 @@ class PagedLayerCache(AttendsItself):
         y: mx.array | None = backend.run_layer(
             self.pool.contents[self._seat], parts, x, self.offset, self.metadata, window
         )
-        if y is not None:
-            self.num_query_heads, self.sinks = parts.num_heads, None
         return y
 
     def view(self, group: RowGroup, kind: type[PagedView] = PagedView) -> Any:
@@ -284,7 +287,7 @@ class PagedKVCache:
         for pool in self.pools:
             pool.quantize(bits)
         for layer in self.paged:
-            layer.spec = replace(layer.spec, bits=bits)
+            layer.quantize(bits)
 
     @property
     def block_bytes(self) -> int:
@@ -328,15 +331,6 @@ class PagedKVCache:
         """Call when stand-ins of the model have changed: the next forward pass shows which layers are read by group."""
         for pool in self.pools:
             pool.is_viewed = False
-        for layer in self.paged:
-            layer.num_query_heads = None
-
-    def warm_up(self) -> None:
-        """Prepares the backend for every kind of layer that a forward pass has used."""
-        kinds = {(layer.spec, layer.num_query_heads, layer.sinks is not None): layer.sinks for layer in self.paged}
-        for (spec, num_query_heads, _), sinks in kinds.items():
-            if num_query_heads is not None:
-                self.backend.warm_up(spec, num_query_heads, sinks=sinks)
 
     def begin(self, plans: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
         """Prepares all layers for a forward pass. `plans` has the step's plan for each group; returns the plans for all

@@ -273,8 +273,6 @@ def make_runner(
             if batch_invariant:
                 compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
         yield 1.0
-        cache.warm_up()
-        yield 1.0
         if batch_invariant:
             check_invariance(runner, loaded.vocab_size)
             yield 1.0

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.worlds import make_backend
+from replay.record import UntestedMetal
 
 from mlx_server.outputs import BlockIds, ScheduledChunk
 from mlx_server.runtime.attention import backends
@@ -23,7 +24,6 @@ from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, RowsInPlace, 
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu import rows as gpu_rows
-from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kernels.gpu.rows import RowKernels
 from mlx_server.runtime.layers.adapters import AdapterRows
@@ -84,7 +84,7 @@ def record(architecture: str, monkeypatch: pytest.MonkeyPatch, also: Sequence[mx
     monkeypatch.setattr(gpu_backend, "write_failure", lambda *_: None)
     monkeypatch.setattr(mx, "contiguous", lambda array: array)  # cannot be exported, and copies nothing here
     model = Subject(architecture).model
-    cache = PagedKVCache(discover_layers(model), MetalBackend(num_cores=16))
+    cache = PagedKVCache(discover_layers(model), UntestedMetal(num_cores=16))
     runner = ModelRunner(model, cache, VOCAB_SIZE, AdapterRows())
     runner.forward.use(Level(MODELS[architecture]), selects_rows=True)
     cache.allocate(NUM_BLOCKS * len(cache.windows), num_slots=3, num_checkpoints=2)

@@ -17,13 +17,13 @@ import pytest
 from emulator.worlds import Chunk, step_of
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import make_prompt_cache
+from replay.record import UntestedMetal
 
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.forward import ModelForward
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
-from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.layers.adapters import AdapterRows
 
 counts_calls = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def model_of(num_layers: int) -> llama.Model:
 def calls_of_a_step(num_layers: int, *, alike: bool) -> int:
     """Decodes that share all blocks but their last, or none."""
     model = model_of(num_layers)
-    cache = PagedKVCache(discover_layers(model), MetalBackend(stand_in_kernel, num_cores=16))
+    cache = PagedKVCache(discover_layers(model), UntestedMetal(stand_in_kernel, num_cores=16))
     num_blocks = -(-CONTEXT // 32)
     cache.allocate(BATCH * num_blocks, num_slots=BATCH)
     forward = ModelForward(model, cache, AdapterRows())

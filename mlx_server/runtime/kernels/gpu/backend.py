@@ -57,9 +57,9 @@ class _Layer:
 class GpuBackend:
     """An `AttentionBackend` whose pools are written and read in place. MLX thread.
 
-    Call `warm_up` for each kind of layer before serving: kernels that fail their test there are not used. If the decode
-    kernel is wrong or there is none, decodes gather their rows instead. If in-place writes fail, MLX scatters rows (see
-    `needs_synchronous_steps`), and quantised K/V are refused.
+    Call `warm_up` for each kind of layer before its first use: kernels that fail their test there are not used. If the
+    decode kernel is wrong or there is none, decodes gather their rows instead. If in-place writes fail, MLX scatters
+    rows (see `needs_synchronous_steps`), and quantised K/V are refused.
     """
 
     name: str
@@ -86,11 +86,13 @@ class GpuBackend:
         self._num_cores = num_cores or self._most_cores()
         self._choose_variant = choose_variant
         self._variants: dict[DecodeShape, KernelVariant] = {}
-        self._shared_variants: dict[DecodeShape, KernelVariant | None] = {}
+        self._shared_variants: dict[DecodeShape, KernelVariant] = {}
         self._refusals: dict[DecodeShape, str] = {}
+        self._shared_failures: dict[DecodeShape, str] = {}
         self._write_failures: dict[LayerSpec, str | None] = {}
         self._row_failures: dict[tuple[int, mx.Dtype], str | None] = {}
         self._layers: dict[tuple[LayerSpec, int, float, mx.Dtype | None], _Layer] = {}
+        self._warm: set[tuple[DecodeShape, mx.Dtype | None]] = set()
 
     def _most_cores(self) -> int:
         """The number of cores to assume if none is given."""
@@ -106,6 +108,10 @@ class GpuBackend:
         """The reason why decodes of such a layer gather rows; None if the decode kernel supports them."""
         shape = DecodeShape.of(spec, num_query_heads)
         return self._refusals.get(shape) or unsupported_reason(shape)
+
+    def shared_failure(self, spec: LayerSpec, num_query_heads: int) -> str | None:
+        """The failure of the shared kernel, found by `warm_up`; None if it passed or was not tested."""
+        return self._shared_failures.get(DecodeShape.of(spec, num_query_heads))
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -128,24 +134,28 @@ class GpuBackend:
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """Compiles and tests every kernel that such a layer can use. Raises as `make_pool` does."""
-        self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
+        kind = shape, None if sinks is None else sinks.dtype
+        if kind in self._warm:
+            return
+        self._writes(spec)
         scores = Scores(shape.key_dim**-0.5, sinks)
         failure = self._prove(shape, self.variant(shape), scores, self._variants, decode_failure)
         if failure is not None:
             self._refuse(shape, failure)
         failure = self._prove(shape, self._shared_variant(shape), scores, self._shared_variants, shared_failure)
         if failure is not None:
-            self._shared_variants[shape] = None
+            self._shared_failures[shape] = failure
             logger.warning("%s reads K/V once for each row and gathers drafts: %s", self.name, failure)
         self._layers.clear()  # they may have been made with another variant
+        self._warm.add(kind)
 
     def _prove(
         self,
         shape: DecodeShape,
         variant: KernelVariant | None,
         scores: Scores,
-        variants: dict[DecodeShape, KernelVariant] | dict[DecodeShape, KernelVariant | None],
+        variants: dict[DecodeShape, KernelVariant],
         find_failure: Callable[[PagedKernels, DecodeShape, KernelVariant, Scores], str | None],
     ) -> str | None:
         """The reason why a kernel cannot be used, or None. If it cannot run with its simdgroups, which may be too many
@@ -258,9 +268,9 @@ class GpuBackend:
 
     def _shared_variant(self, shape: DecodeShape) -> KernelVariant | None:
         """None if rows cannot share reads."""
-        if shape not in self._shared_variants:
-            self._shared_variants[shape] = None if self.variant(shape) is None else shared_variant(shape)
-        return self._shared_variants[shape]
+        if shape in self._shared_failures or self.variant(shape) is None:
+            return None
+        return self._shared_variants.setdefault(shape, shared_variant(shape))
 
     def _refuse(self, shape: DecodeShape, reason: str) -> None:
         self._refusals[shape] = reason
