@@ -180,6 +180,9 @@ def self_tests() -> Finding:
             reason = backend.supports(spec, _NUM_HEADS) or (
                 "K/V is written by scatter" if backend.needs_synchronous_steps else None
             )
+            unshared = backend.shared_failure(spec, _NUM_HEADS)
+            if reason is None and unshared is not None:
+                reason = f"reads of K/V are not shared: {unshared}"
         elif not is_cpu:
             reason = f"the {backend.name} backend is used on a GPU"
         name = f"{dtype_name(spec.dtype)} {spec.key_dim}" + ("" if spec.bits is None else f" in {spec.bits.words}")

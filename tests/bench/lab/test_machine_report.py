@@ -11,14 +11,17 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from emulator.kernel import Emulator
+from emulator.worlds import toolchain
 
 from mlx_server.bench.lab import machine_report, soak
 from mlx_server.bench.lab.machine_report import product_tests, redact, self_tests
 from mlx_server.cli.main import main
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.runtime.attention.interface import ReferenceBackend
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS
 from tests.embedders import save_embedder
@@ -165,6 +168,15 @@ def test_a_gpu_whose_kernels_are_not_used_has_not_passed(monkeypatch: pytest.Mon
     assert len(finding.problems) == 3 * (len(HEAD_DIMS) + 3)
     assert finding.problems[0].endswith("the reference backend is used on a GPU")
     assert "bfloat16 128 in 4 bits" in finding.text
+
+
+def test_a_gpu_whose_shared_kernel_is_wrong_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = Emulator(toolchain(), mutations={"paged_shared": (("base + at < highs[j]", "base + at <= highs[j]"),)})
+    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
+    monkeypatch.setattr(machine_report, "_specs", lambda is_cpu: [spec])
+    monkeypatch.setattr(machine_report, "choose_backend", lambda *_: MetalBackend(emulator.metal_kernel, num_cores=4))
+    (problem,) = self_tests().problems
+    assert problem.startswith("float32 64: reads of K/V are not shared: attention over a context of ")
 
 
 def test_a_product_that_is_wrong_on_this_gpu_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
