@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from tests.runtime.kernels.test_graph_cost import CallCounter, counts_calls
 SHAPE = ProductShape(num_columns=64, depth=128, bits=4, group_size=32, dtype=mx.float32)
 SHAPES = [(96, 32), (96, 8), (64, 4)]
 """Columns and bits of the weights of `Model`, in the order in which they are measured."""
+
+Pieces = Generator[None, None, ProductTimes]
 
 MLX_TIMES = tuple(float(count) for count in ROW_COUNTS)
 
@@ -89,7 +91,8 @@ def times(vector: float, matrix: float, mlx: Sequence[float] = MLX_TIMES) -> pro
 
     def measure(
         shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
-    ) -> ProductTimes:
+    ) -> Pieces:
+        yield
         columns = {Form.VECTOR: (vector,) * len(counts), Form.MATRIX: (matrix,) * len(counts), None: tuple(mlx)}
         return ProductTimes({form: columns[form] for form in candidates})
 
@@ -226,7 +229,7 @@ def test_layers_of_other_classes_are_neither_tested_nor_measured() -> None:
     model.dense.__class__ = type("Scaled", (nn.Linear,), {})
     kernels, seen = HostKernels(), []
 
-    def measure(shape: ProductShape, *arguments: Any) -> ProductTimes:
+    def measure(shape: ProductShape, *arguments: Any) -> Pieces:
         seen.append((shape.num_columns, shape.bits))
         return times(0.5, 0.6)(shape, *arguments)
 
@@ -270,7 +273,7 @@ def test_an_error_while_products_are_measured_leaves_the_shape_to_mlx(
 ) -> None:
     """One line has the device's words; the next load measures again."""
 
-    def measure(shape: ProductShape, *arguments: Any) -> ProductTimes:
+    def measure(shape: ProductShape, *arguments: Any) -> Pieces:
         if (shape.num_columns, shape.bits) == SHAPES[0]:
             raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
         return times(0.5, 0.6, FIXED_TIMES if exact else MLX_TIMES)(shape, *arguments)
@@ -290,7 +293,7 @@ def test_an_error_while_products_are_measured_leaves_the_shape_to_mlx(
 def test_times_are_measured_once_for_a_shape_and_proved_at_each_load(home: Path) -> None:
     seen: list[ProductShape] = []
 
-    def measure(shape: ProductShape, *arguments: Any) -> ProductTimes:
+    def measure(shape: ProductShape, *arguments: Any) -> Pieces:
         seen.append(shape)
         return times(0.5, 0.6)(shape, *arguments)
 
@@ -303,6 +306,18 @@ def test_times_are_measured_once_for_a_shape_and_proved_at_each_load(home: Path)
     model = installed(kernels, measure)
     assert len(seen) == len(SHAPES)
     assert launched(kernels, model.layers[0], (1, 8)) == ["matrix", "matrix"]
+
+
+def test_other_models_run_after_the_proof_of_a_form_and_after_each_number_of_rows() -> None:
+    """So no piece of a first load reads all weights for all numbers of rows."""
+    kernels, pieces = HostKernels(), []
+    for _ in gpu_products(Model(), ProductKernels(kernels)):
+        pieces.append(set(kernels.launches))
+        kernels.launches.clear()
+    forms = "vector", "matrix"
+    proofs = [{(form, count) for count in range(1, 33)} for form in forms]
+    measured = [{(form, count) for form in forms} for count in ROW_COUNTS]
+    assert [piece for piece in pieces if piece] == [*proofs, *measured] * len(SHAPES)
 
 
 def test_another_mlx_measures_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -332,7 +347,7 @@ def test_a_measurement_chains_layers_until_caches_are_cold(monkeypatch: pytest.M
     monkeypatch.setattr(product_choice, "_CHAIN_BYTES", 3 * SHAPE.weight_bytes)
     product = ProductKernels(kernels).of(Form.VECTOR, SHAPE)
     candidates = {None: own_product, Form.VECTOR: partial(form_product, product)}
-    measured = measure_products(SHAPE, layers, candidates, ROW_COUNTS)
+    measured = loader.exhaust(measure_products(SHAPE, layers, candidates, ROW_COUNTS))
     assert list(measured.seconds) == [None, Form.VECTOR]
     assert all(seconds > 0 for column in measured.seconds.values() for seconds in column)
     turns = 2 + 5
@@ -380,7 +395,7 @@ def loaded_on_metal(monkeypatch: pytest.MonkeyPatch) -> HostKernels:
 def test_a_model_that_is_loaded_on_metal_gets_them(
     loaded_on_metal: HostKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After its adapters and when its weights are there; pieces of the load end between shapes."""
+    """After its adapters and when its weights are there, in pieces."""
     model = Model()
     monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
     shares = list(loader.load_in_pieces("random:any", None, "float32"))

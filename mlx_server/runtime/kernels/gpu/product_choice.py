@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -95,7 +95,10 @@ class ProductTimes:
 MakeForm = Callable[[Any], Product]
 """A layer's product in one form, or by MLX."""
 
-Measure = Callable[[ProductShape, Sequence[Any], Mapping[Form | None, MakeForm], Sequence[int]], ProductTimes]
+Pieces = Generator[None, None, ProductTimes]
+"""Work that yields wherever other models' steps may run in between, and returns times."""
+
+Measure = Callable[[ProductShape, Sequence[Any], Mapping[Form | None, MakeForm], Sequence[int]], Pieces]
 """Measures the times of a shape, with its layers, for numbers of rows."""
 
 
@@ -106,8 +109,8 @@ def gpu_products(
 
     With `exact`, a layer has one form for any number of rows, so that a row's bits do not depend on the number of rows:
     the form that takes the least time (`evenly_fastest`), unless MLX's products of fixed numbers of rows (`FixedRows`)
-    take less. These, and layers without a kernel that works, are left to `compute_by_row`. Yields after each shape, so
-    that other models' steps can run in between. MLX thread.
+    take less. These, and layers without a kernel that works, are left to `compute_by_row`. Yields where other models'
+    steps may run in between. MLX thread.
     """
     layers: dict[ProductShape, list[Any]] = defaultdict(list)
     for module in model.modules():
@@ -123,7 +126,7 @@ def gpu_products(
     tables: dict[ProductShape, _Table] = {}
     for shape, alike in layers.items():
         chooser = _Chooser(shape, alike, kernels, fixed, measure or measure_products)
-        tables[shape] = chooser.table(known.get(shape) or _measured(chooser, stored))
+        tables[shape] = chooser.table(known.get(shape) or (yield from _measured(chooser, stored)))
         yield
 
     def make(layer: Any) -> RowProduct | None:
@@ -139,11 +142,11 @@ def gpu_products(
         logger.info("%d of %d products of few rows are computed by this project's kernels.", taken, total)
 
 
-def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTimes]) -> ProductTimes:
+def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTimes]) -> Pieces:
     """The times, which are stored; none if the device reports an error, which may be of an earlier step of it. If it
     still cannot compute, the checks of the loaded model say so."""
     try:
-        times = chooser.measured()
+        times = yield from chooser.measured()
     except (RuntimeError, ValueError) as error:
         logger.warning("Products with %s cannot be measured here, so MLX's are used: %s", chooser.shape, error)
         return ProductTimes({})
@@ -185,7 +188,7 @@ class _Chooser:
         self._products = {form: kernels.of(form, shape) for form in Form}
         self._failures: dict[Form, str | None] = {}
 
-    def measured(self) -> ProductTimes:
+    def measured(self) -> Pieces:
         """Measures the forms that pass their test, and MLX's product."""
         candidates: dict[Form | None, MakeForm] = {None: own_product}
         if self._fixed is not None:
@@ -193,7 +196,9 @@ class _Chooser:
         for form, product in self._products.items():
             if self._is_right(form):
                 candidates[form] = partial(form_product, product)
-        return self._measure(self.shape, self._layers, candidates, ROW_COUNTS if self._fixed is None else EXACT_COUNTS)
+            yield
+        counts = ROW_COUNTS if self._fixed is None else EXACT_COUNTS
+        return (yield from self._measure(self.shape, self._layers, candidates, counts))
 
     def table(self, times: ProductTimes) -> _Table:
         """The table by these times, of forms that pass their test."""
@@ -273,9 +278,9 @@ def _same_bits(one: mx.array, other: mx.array) -> bool:
 
 def measure_products(
     shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
-) -> ProductTimes:
+) -> Pieces:
     """Measures products in a chain of so many layers that caches cannot hold their weights. The time to build the graph
-    is included, because the thread that runs a step also builds it."""
+    is included, because the thread that runs a step also builds it. Yields after each number of rows."""
     enough = -(-_CHAIN_BYTES // shape.weight_bytes)
     chained = layers[: min(enough, _MAX_LAYERS)]
     links = [[make(layer) for layer in chained] for make in candidates.values()]
@@ -286,6 +291,7 @@ def measure_products(
         times = median_times([chain(link, x) for link in links], _NUM_REPEATS)
         for column, seconds in zip(columns.values(), times):
             column.append(seconds / len(chained))
+        yield
     return ProductTimes({form: tuple(column) for form, column in columns.items()})
 
 
