@@ -337,7 +337,7 @@ def _joined(parts: list[_Part]) -> mx.array:
     return mx.concatenate([out for _, out in sorted(parts, key=itemgetter(0))], axis=0)
 
 
-_CORES = {"p": 6, "g": 16, "s": 40, "d": 80}
+_CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
 """The most GPU cores of each class of chip, by the last letter of its architecture: phone, base and Pro, Max, Ultra."""
 
 
