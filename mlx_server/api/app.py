@@ -48,7 +48,6 @@ _ROUTES = (
     ollama_models,
     dashboard,
 )
-"""All routes. On Ollama's port `/` is Ollama's, which comes before the dashboard's."""
 
 
 def create_app(

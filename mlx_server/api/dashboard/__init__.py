@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from mlx_server.api.auth.authentication import PAGE_FILES, RequireAdmin, caller_of
 from mlx_server.api.auth.key_file import KeyFile
@@ -62,7 +62,10 @@ _HEADERS = {
 @router.get("/")
 @router.head("/")
 @router.get("/dashboard")
-async def page() -> Response:
+async def page(request: Request, context: Context) -> Response:
+    """The page; at `/` on Ollama's port the answer that Ollama's clients check for."""
+    if request.url.path == "/" and request.scope["server"][1] == context.config.server.ollama_port:
+        return PlainTextResponse("Ollama is running")
     return FileResponse(_FOLDER / "page.html", headers=_HEADERS)
 
 

@@ -1,5 +1,5 @@
-"""The models: GET /api/tags, /api/ps and /api/version, POST /api/show, and `/` on Ollama's port; for admins POST
-/api/pull and DELETE /api/delete. Other routes that change models are refused."""
+"""The models: GET /api/tags, /api/ps and /api/version, POST /api/show; for admins POST /api/pull and DELETE
+/api/delete. Other routes that change models are refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Match
-from starlette.types import Scope
+from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.admin import begin_pull
 from mlx_server.api.auth.authentication import RequireAdmin, caller_of
@@ -95,26 +92,6 @@ async def show(body: ModelBody, request: Request, context: Context) -> dict[str,
     offer = pool.offer(name)
     facts = await asyncio.to_thread(read_facts, offer.spec.root)
     return _description(pool, offer, facts)
-
-
-class _OllamaPortRoute(APIRoute):
-    """A route for requests that come by Ollama's port only."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        port = scope["app"].state.context.config.server.ollama_port
-        if port is None or scope["server"][1] != port:
-            return Match.NONE, {}
-        return super().matches(scope)
-
-
-async def is_running() -> Response:
-    """The answer that Ollama's clients check for."""
-    return PlainTextResponse("Ollama is running")
-
-
-router.add_api_route(
-    "/", is_running, methods=["GET", "HEAD"], include_in_schema=False, route_class_override=_OllamaPortRoute
-)
 
 
 def _is_seeing(pool: ModelPool, offer: Offer) -> bool | None:
