@@ -153,11 +153,15 @@ def _once(folder: Path, what: str, install: Callable[[], None]) -> None:
         stamp.touch()
 
 
-def _install(requirement: str, folder: Path) -> None:
+def _pip() -> list[str]:
+    """This environment's pip, which is put into it if uv has made it without."""
     if importlib.util.find_spec("pip") is None:
         run_to_end([sys.executable, "-m", "ensurepip"])
-    python = str(folder / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"]
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def _install(requirement: str, folder: Path) -> None:
+    pip = [*_pip(), "--python", str(folder / "bin" / "python")]
     run_to_end([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     run_to_end([*pip, "install", "--only-binary", ":all:", requirement], timeout_s=None)
     if sys.platform == "linux" and any(folder.glob("lib/*/site-packages/mlx-*")):
@@ -206,8 +210,8 @@ def find_llama_server(folder: Path) -> Path:
 
 def _build_llama_server(folder: Path) -> None:
     source, build = folder / "source", folder / "build"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    run_to_end([*pip, "--no-binary", _SOURCES, "--dest", str(folder), _SOURCES], timeout_s=None)
+    download = [*_pip(), "download", "--no-deps", "--no-binary", _SOURCES, "--dest", str(folder), _SOURCES]
+    run_to_end(download, timeout_s=None)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as members:
         members.extractall(folder, filter="data")

@@ -6,7 +6,7 @@ Its tokenizer has a word for every id, so that each generated token is visible a
 from __future__ import annotations
 
 import argparse
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder."""
+    """Writes the folder, which appears when it is complete."""
     if args.folder.exists():
         raise ConfigError(f"{args.folder} exists; name a folder that does not.")
     model, config = random_models.build(args.name)
     try:
-        save_folder(model, config, args.folder, word_tokenizer(int(config["vocab_size"])))
+        args.folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=args.folder.parent, prefix=f"{args.folder.name}-") as scratch:
+            written = Path(scratch) / args.folder.name
+            save_folder(model, config, written, word_tokenizer(int(config["vocab_size"])))
+            written.rename(args.folder)
     except (OSError, RuntimeError) as error:  # MLX says so if it cannot write
-        shutil.rmtree(args.folder, ignore_errors=True)
         raise ServeError(
             f"{args.folder} cannot be written: {error}. Make room and check the rights, or name another folder."
         ) from error

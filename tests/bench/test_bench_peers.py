@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -171,6 +173,16 @@ def test_without_server_and_cmake_it_cannot_be_had(program_folder, tmp_path):
         peers.find_llama_server(tmp_path / "none")
 
 
+@pytest.fixture
+def environment_of_uv(tmp_path, monkeypatch) -> None:
+    """This process runs in an environment without pip."""
+    venv.create(tmp_path / "environment", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "bin" / "python"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+
+
+@pytest.mark.usefixtures("environment_of_uv")
 def test_it_is_built_once_for_this_cpu(program_folder, tmp_path, monkeypatch):
     folder, index = tmp_path / "llama.cpp", tmp_path / "index"
     offer_sources(index, monkeypatch)

@@ -29,6 +29,20 @@ def test_the_folder_loads_and_every_id_is_a_word(tmp_path):
         random_folder.run(parser.parse_args(["random:mini", str(folder)]))
 
 
+def test_ctrl_c_leaves_nothing_that_is_in_the_way(tmp_path, monkeypatch):
+    args = argparse.Namespace(name="random:mini", folder=tmp_path / "new" / "mini")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(random_folder, "save_config", interrupt)
+        random_folder.run(args)
+    assert list((tmp_path / "new").iterdir()) == []
+    assert random_folder.run(args) == 0
+    assert (args.folder / "config.json").exists()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_on_a_full_disk_nothing_is_left(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
@@ -37,4 +51,4 @@ def test_on_a_full_disk_nothing_is_left(tmp_path):
             random_folder.run(argparse.Namespace(name="random:mini", folder=tmp_path / "mini"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not (tmp_path / "mini").exists()
+    assert list(tmp_path.iterdir()) == []

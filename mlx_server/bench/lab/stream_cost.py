@@ -169,8 +169,9 @@ def _read_streams(plan: _Plan, server: Connection) -> tuple[float, float]:
             for key, _ in selector.select(0.1):
                 if not key.data.recv(65536):
                     raise ConnectionError("the server has closed a stream")
+                deadline_s = time.monotonic() + _TIMEOUT_S
             if time.monotonic() > deadline_s:
-                raise TimeoutError("the streams have not come")
+                raise TimeoutError(f"no token has come for {_TIMEOUT_S:g} s")
     measured: tuple[float, float] = server.recv()
     return measured
 

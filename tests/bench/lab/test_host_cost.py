@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mlx_server.bench.lab import host_cost
+from mlx_server.bench.lab import host_cost, stream_cost
 from mlx_server.bench.lab.host_cost import HostCost, measure
 from mlx_server.cli.main import main
 
@@ -91,6 +95,47 @@ def test_streams_of_a_server_are_measured(tmp_path: Path, capsys: pytest.Capture
     assert result["num_streams"] == 3
     assert result["token_us"] > result["send_us"] > 0
     assert 0 < result["tokens_per_s"] <= 3 / 0.002
+
+
+class SlowServer:
+    """A process that serves one stream: sends it a byte, or nothing, each time that it is asked for its measurement,
+    which it has at the 500th time."""
+
+    def __init__(self, piece: bytes) -> None:
+        self._piece = piece
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._answers: list[object] = [self._listener.getsockname()[1], (1.0, 2.0)]
+        self._num_asked = 0
+
+    def poll(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is not None:
+            return True
+        if not self._num_asked:
+            self._stream = self._listener.accept()[0]
+        self._num_asked += 1
+        self._stream.send(self._piece)
+        return self._num_asked == 500
+
+    def recv(self) -> object:
+        return self._answers.pop(0)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._stream.close()
+
+
+@pytest.mark.parametrize("piece", [b"x", b""])
+def test_streams_may_last_as_long_as_they_have_tokens(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on by ten seconds at each look."""
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(stream_cost, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    plan = stream_cost._Plan("folder", num_streams=1, step_s=0.1, num_steps=500)
+    with contextlib.closing(SlowServer(piece)) as server:
+        if piece:
+            assert stream_cost._read_streams(plan, server) == (1.0, 2.0)
+        else:
+            with pytest.raises(TimeoutError, match="no token has come for 120 s"):
+                stream_cost._read_streams(plan, server)
 
 
 @pytest.mark.parametrize("arguments", [["--num-running", "0"], ["--num-waiting", "-1"], ["--num-steps", "x"]])
