@@ -31,9 +31,10 @@ def test_the_folder_loads_and_every_id_is_a_word(tmp_path):
 
 def test_ctrl_c_leaves_nothing_that_is_in_the_way(tmp_path, monkeypatch):
     args = argparse.Namespace(name="random:mini", folder=tmp_path / "new" / "mini")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(random_folder, "save_config", interrupt)
-        random_folder.run(args)
+        with pytest.raises(KeyboardInterrupt):
+            random_folder.run(args)
     assert list((tmp_path / "new").iterdir()) == []
     assert random_folder.run(args) == 0
     assert (args.folder / "config.json").exists()

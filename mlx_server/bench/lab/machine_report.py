@@ -39,7 +39,7 @@ from mlx_server.bench.lab.soak import SoakResult, memory_before_and_after, soak
 from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
 from mlx_server.clients import NO_PROXY
-from mlx_server.config import DEFAULT_MODEL, FEWER_KV, Config, ModelConfig, settings
+from mlx_server.config import DEFAULT_MODEL, FEWER_KV, Config, ModelConfig, home, settings
 from mlx_server.engine.models.facts import read_facts
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention.backends import choose_backend
@@ -106,15 +106,18 @@ def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) 
         served = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     texts = {"in this process": logged.getvalue(), "of the server": served}
     logs = "\n\n".join(f"### {where}\n{_block(text.splitlines()[-_NUM_LOG_LINES:])}" for where, text in texts.items())
-    return redact(_render(done, logs)), not any(stage.finding.problems for stage in done)
+    return redact(_render(done, logs), config), not any(stage.finding.problems for stage in done)
 
 
-def redact(text: str) -> str:
-    """The text without the user's paths and the names of user and host."""
-    folders = {os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
+def redact(text: str, config: Config) -> str:
+    """The text without the user's paths, those of the configured models included, and the names of user and host."""
+    models = [Path(name) for name in (config.model.model, *(entry.model for entry in config.models))]
+    folders = {str(path.parent): "<models>" for path in models if path.is_absolute()}
+    folders |= {os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
     folders["/private" + tempfile.gettempdir()] = "<tmp>"
     names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    with contextlib.suppress(KeyError, OSError, RuntimeError):  # a user of a container may have no entry
+    with contextlib.suppress(KeyError, OSError, RuntimeError, ServeError):  # a user of a container may have no entry
+        folders[str(home())] = "<mlx-serve>"
         folders[str(Path.home())] = "~"
         names.add(getpass.getuser())
     for folder, shown in sorted(folders.items(), key=lambda item: -len(item[0])):

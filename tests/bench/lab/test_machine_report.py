@@ -17,8 +17,10 @@ from emulator.worlds import toolchain
 from mlx_server.bench.lab import machine_report, soak
 from mlx_server.bench.lab.machine_report import product_tests, redact, self_tests
 from mlx_server.cli.main import main
+from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.model_entries import ModelEntry
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
@@ -196,7 +198,17 @@ def test_names_are_left_out_where_they_are_names(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(getpass, "getuser", lambda: "kay")
     monkeypatch.setattr("socket.gethostname", lambda: "kays-mac.local")
     text = f"kay at kays-mac: okay, kay-box {Path.home() / 'models'}"
-    assert redact(text) == "<name> at <name>: okay, kay-box ~/models"
+    assert redact(text, Config()) == "<name> at <name>: okay, kay-box ~/models"
+
+
+def test_folders_outside_the_users_home_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SERVE_HOME", "/Volumes/acme/cache")
+    entries = (ModelEntry(id="a", model="/srv/acme/qwen"), ModelEntry(id="b", model="/opt/acme/gemma.gguf"))
+    text = "/Volumes/acme/cache/models, /srv/acme/qwen/config.json, /opt/acme/gemma.gguf, mlx-community/acme"
+    shown = "<mlx-serve>/models, <models>/qwen/config.json, <models>/gemma.gguf, mlx-community/acme"
+    assert redact(text, Config(models=entries)) == shown
+    config = Config(model=ModelConfig(model="/srv/acme/qwen"))
+    assert redact("/srv/acme/qwen is no model", config) == "<models>/qwen is no model"
 
 
 def test_a_user_without_an_entry_has_no_name_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +217,7 @@ def test_a_user_without_an_entry_has_no_name_to_leave_out(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(getpass, "getuser", fail)
     monkeypatch.setattr("socket.gethostname", lambda: "kays-mac.local")
-    assert redact("kay at kays-mac") == "kay at <name>"
+    assert redact("kay at kays-mac", Config()) == "kay at <name>"
 
 
 # ---- the soak
