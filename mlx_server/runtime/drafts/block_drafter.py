@@ -151,17 +151,12 @@ def _shifted(x: mx.array, back: int, rows: BlockRows | None) -> mx.array:
     return mx.where((rows.places >= back)[:, None, None], earlier, 0.0)
 
 
-class BlockLayer(nn.Module):  # type: ignore[misc]
+class BlockLayer(qwen3.TransformerBlock):  # type: ignore[misc]
     """A layer of Qwen3 whose queries are a block's, and whose keys and values are the features' and the block's."""
 
     def __init__(self, shape: BlockShape, window: int | None) -> None:
-        super().__init__()
-        plain = shape.plain
-        self.self_attn = qwen3.Attention(plain)
-        self.mlp = qwen3.MLP(plain.hidden_size, plain.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
-        self.window, self.head_dim = window, plain.head_dim
+        super().__init__(shape.plain)
+        self.window, self.head_dim = window, shape.plain.head_dim
         if shape.conv_kernel_size:
             self.attention_conv = BlockConvolution(shape)
             self.mlp_conv = BlockConvolution(shape)

@@ -76,20 +76,16 @@ class EagleShape:
         return [layer_id - 1 for layer_id in layer_ids]
 
 
-class EagleLayer(nn.Module):  # type: ignore[misc]
+class EagleLayer(llama.TransformerBlock):  # type: ignore[misc]
     """The first layer, whose attention reads embeddings and hidden states side by side."""
 
     def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
         plain = shape.plain
-        self.self_attn = llama.Attention(plain)
+        super().__init__(plain)
         for name in ("q_proj", "k_proj", "v_proj"):
             size, bias = self.self_attn[name].weight.shape[0], plain.attention_bias
             self.self_attn[name] = nn.Linear(2 * plain.hidden_size, size, bias=bias)
-        self.mlp = llama.MLP(plain)
-        self.input_layernorm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
         self._norm_before_residual = shape.norm_before_residual
 
     def __call__(self, embedded: mx.array, hidden: mx.array, mask: Any, cache: Any) -> mx.array:
