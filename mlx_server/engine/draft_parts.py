@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
-from mlx_server.batching.speculation.draft_assistant import AssistantDrafts
-from mlx_server.batching.speculation.draft_blocks import BlockDrafts
-from mlx_server.batching.speculation.draft_heads import HeadDrafts
+from mlx_server.batching.speculation.draft_heads import AssistantDrafts, BlockDrafts, HeadDrafts
 from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.blocks.layer_groups import first_seen
-from mlx_server.batching.speculation.draft_assistant import AssistantDrafts
+from mlx_server.batching.speculation.draft_heads import AssistantDrafts
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.parts import GivenModels

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching.speculation.draft_blocks import BlockDrafts
+from mlx_server.batching.speculation.draft_heads import BlockDrafts
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.parts import GivenModels
@@ -328,7 +328,7 @@ def test_a_drafter_drafts_in_a_context_longer_than_its_own(tmp_path: Path) -> No
     "failing",
     [
         "mlx_server.runtime.drafts.hidden_states.HiddenStates.__init__",
-        "mlx_server.batching.speculation.draft_blocks.BlockDrafts.__init__",
+        "mlx_server.batching.speculation.draft_heads.BlockDrafts.__init__",
         "mlx_server.engine.parts.load_if_seeing",
     ],
 )

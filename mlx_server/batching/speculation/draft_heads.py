@@ -13,6 +13,8 @@ own K/V, if it has read the same tokens before from the same `first` on, and far
 
     the next turn: 400 tokens, of which the prefix cache had 320, and the head pairs up to (hidden 319, token 320)
     the head finds its pairs from 64 on, and reads (hidden 320, token 321) to (hidden 399, token 400)
+
+Assistants and block drafters are heads, too, that read other things (`AssistantDrafts`, `BlockDrafts`).
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mlx_server.batching.speculation.draft_burst import BurstSteps, Follower
+from mlx_server.batching.speculation import draft_burst
+from mlx_server.batching.speculation.draft_burst import Burst, BurstSteps, Follower
 from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom
 from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import HELD_STATES, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
 
@@ -203,3 +206,55 @@ def _key(request: Request, first: int) -> str:
     if num_blocks:
         return f"{request.block_hashes[num_blocks - 1].hex()} {token_id}"
     return repr((request.extra_keys, request.adapter_key or request.adapter, token_id))
+
+
+class AssistantDrafts(HeadDrafts):
+    """The policy of an assistant, which reads the model's K/V, so it has nothing to compute of a request before it
+    drafts. It is a head that begins anew at each burst, at the hidden state of the last position that the model has
+    computed: a request of 300 tokens has one pair, (hidden 298, token 299), and its drafts. The blocks that it holds
+    for them have no memory behind them."""
+
+    _num_held = HELD_BY_ASSISTANTS
+
+    def _can_follow(self, request: Request) -> bool:
+        held, last = self._held.get(request.request_id), request.num_tokens - 1
+        if held is None or not held.first < last <= held.right_end(request):
+            return False
+        follower = self._followers.get(request.request_id)
+        if follower is None:
+            self._followers[request.request_id] = HeadFollower.after(request, last - 1, "")
+        else:
+            assert isinstance(follower, HeadFollower)
+            follower.begin_at(last - 1)
+        return True
+
+
+class BlockDrafts(HeadDrafts):
+    """The policy of a block drafter, which was trained for blocks of `block_size` rows with `mask_token_id`: one step
+    drafts all tokens of a burst, from features of the model. Like a head, it reads a hidden state of each position that
+    the model has computed, but never its own, and no tokens but the last known one:
+
+        a request of 300 known tokens, 0 to 299; features of positions 0 to 298 are kept; 3 tokens are to be drafted
+        the chunk: features 0 to 298, then token 299 and three masks, whose rows give drafts of 300, 301 and 302
+        the model accepts 300 and samples another token for 301: the next chunk has the features of 299 and 300, then
+        the token in place of 301 and masks, and overwrites the block
+    """
+
+    _num_held = HELD_FEATURES
+
+    def __init__(self, *args: object, block_size: int, mask_token_id: int, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._most = block_size - 1
+        self._mask = mask_token_id
+
+    def _best(self, rates: Mapping[str, float], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
+        most = min(most, self._most)
+        return draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s, is_one_step=True)
+
+    def _num_fed(self, depth: int) -> int:
+        return depth + 1
+
+    def _add(self, steps: BurstSteps, shadow: Request, num_known: int, depth: int, bitmask: bytes | None) -> None:
+        (last,) = shadow.token_ids(num_known - 1, num_known)
+        block = (last, *[self._mask] * depth)
+        steps.add(shadow, num_known, is_sampling=True, bitmask=bitmask, block=block)

@@ -24,8 +24,8 @@ class Drafter(Protocol):
     """Proposes tokens for a request whose tokens are all known. Event-loop thread; a call takes microseconds.
 
     A drafter that needs the device runs there between two steps of the model, and its tokens are there when the second
-    one is composed: see `draft_model.py` for a smaller model, `draft_heads.py` for a model's own head,
-    `draft_assistant.py` for an assistant and `draft_blocks.py` for a block drafter.
+    one is composed: see `draft_model.py` for a smaller model, and `draft_heads.py` for a model's own head and for
+    drafters that were made for it.
     """
 
     def propose(self, request: Request, most: int) -> Sequence[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
-from mlx_server.batching.speculation.draft_blocks import BlockDrafts
 from mlx_server.batching.speculation.draft_burst import choose_burst
 from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom
+from mlx_server.batching.speculation.draft_heads import BlockDrafts
 from mlx_server.outputs import HELD_FEATURES, ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 from tests.batching.worlds import make_request
