@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
 from mlx_vlm.speculative.drafters.dflash2 import ModelConfig as SecondConfig
@@ -74,6 +75,18 @@ def save_drafter(path: Path, config: dict[str, Any], model: Any) -> str:
     """The folder of a drafter, without a tokenizer, as they are published."""
     weights = {name.replace("codebook.weight", "codebook"): array for name, array in tree_flatten(model.parameters())}
     return save_drafter_folder(path, config, weights)
+
+
+def folders(path: Path, kind: str, architecture: str = "qwen3") -> tuple[str, str, Any, Any]:
+    """The folders of a model and a drafter, mlx-lm's model and mlx-vlm's drafter."""
+    model, config = tiny_model(architecture)
+    own = drafter_config(kind, dict(config))
+    drafter = their_drafter(own)
+    if "own embeddings" in kind:
+        drafter.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+    path.mkdir(exist_ok=True)
+    target = save_model_folder(model, dict(config), path / "model", byte_tokenizer())
+    return str(target), save_drafter(path / "drafter", own, drafter), model, drafter
 
 
 def their_drafts(drafter: Any, target: Any, token_ids: Sequence[int], count: int) -> list[int]:

@@ -96,3 +96,14 @@ def change_tensor(folder: str, name: str, change: Callable[[mx.array], mx.array 
     assert isinstance(weights, dict)
     changed = change(weights.pop(name))
     mx.save_safetensors(path, weights if changed is None else {**weights, name: changed})
+
+
+def quantize(model: nn.Module, kind: type[nn.Module] = nn.Module) -> dict[str, int]:
+    """Quantises the modules of a `kind` that can be; returns the settings for a config.json."""
+    settings = {"group_size": 32, "bits": 4}
+
+    def can_be(_: str, module: Any) -> bool:
+        return isinstance(module, kind) and hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    nn.quantize(model, **settings, class_predicate=can_be)
+    return settings

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.speculation.draft_heads import AssistantDrafts
-from mlx_server.config import Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.parts import GivenModels
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_BY_ASSISTANTS, EngineStats
+from mlx_server.outputs import EngineStats
 from mlx_server.runtime.attention.interface import StepPlan
-from mlx_server.runtime.drafts.assistant import AssistantBody, read_assistant
+from mlx_server.runtime.drafts.assistant import read_assistant
 from mlx_server.runtime.drafts.drafter import load_drafter
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import exhaust
@@ -35,7 +32,7 @@ from tests.assistants import (
 )
 from tests.device_memory import active_bytes
 from tests.drafted_answers import answers_in_small_pool, check_behind_images, record_drafts
-from tests.drafters import change_tensor
+from tests.drafters import change_tensor, quantize
 from tests.engine_worlds import random_prompts
 from tests.vision_worlds import CONFIGS, evaluate_constants, tiny_vlm
 
@@ -184,27 +181,6 @@ def test_a_burst_names_no_block_that_was_given_up(tmp_path: Path, monkeypatch: p
     assert num_left_out > 0
 
 
-def test_an_assistant_is_no_model(tmp_path: Path) -> None:
-    _, assistant = folders(tmp_path / "a", "gemma4")
-    with pytest.raises(ModelLoadError, match="It only drafts for another model: name that one, and this with"):
-        LLM(assistant)
-
-
-def test_its_memory_is_estimated_with_the_states_that_are_kept(tmp_path: Path) -> None:
-    target, assistant = folders(tmp_path / "a", "gemma4")
-    scheduler = SchedulerConfig(speculate="model", max_num_seqs=4)
-    alone = estimate_need(Config(model=ModelConfig(model=target), scheduler=SchedulerConfig(speculate="off")))
-    both = estimate_need(Config(model=ModelConfig(model=target, draft_model=assistant), scheduler=scheduler))
-    with LLM(target, speculate="model", draft_model=assistant, max_model_len=128, max_num_seqs=4) as llm:
-        assert llm.engine._parts is not None
-        draft = llm.engine._parts.draft
-        assert draft is not None
-        assert draft.state_bytes == 4 * HELD_BY_ASSISTANTS * 96 * 4
-        assert both.kv_bytes - alone.kv_bytes == draft.state_bytes
-        assert draft.kv_bytes - draft.state_bytes < 4096, "its blocks take no memory"
-        assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
-
-
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("kind", TARGETS)
 async def test_an_assistant_drafts_behind_images(kind: str, tmp_path: Path) -> None:
@@ -222,36 +198,8 @@ def test_a_quantized_assistant_drafts(is_clustered: bool, tmp_path: Path) -> Non
     target, assistant = folders(tmp_path / "a", "gemma4", is_clustered=is_clustered)
     config = json.loads((Path(assistant) / "config.json").read_text())
     model = their_assistant(config)
-    nn.quantize(
-        model,
-        group_size=32,
-        bits=4,
-        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
-    )
-    save_assistant(Path(assistant), {**config, "quantization": {"group_size": 32, "bits": 4}}, model)
+    save_assistant(Path(assistant), {**config, "quantization": quantize(model)}, model)
     plain, _ = _answers(target, speculate="off")
     drafted, stats = _answers(target, speculate="model", draft_model=assistant)
     assert drafted == plain
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-
-
-@pytest.mark.usefixtures("always_drafts")
-def test_a_failed_assistant_ends_drafting_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, assistant = folders(tmp_path / "a", "gemma4")
-    sampling = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    with LLM(target, speculate="off", max_model_len=128) as llm:
-        wanted = [one.token_ids for one in llm.generate(_PROMPTS, sampling, use_tqdm=False)]
-    attend, calls = AssistantBody._attend, 0
-
-    def failing(self: AssistantBody, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise RuntimeError("no kernel")
-        return attend(self, *args)
-
-    monkeypatch.setattr(AssistantBody, "_attend", failing)
-    with LLM(target, speculate="model", draft_model=assistant, max_model_len=128) as llm:
-        assert [one.token_ids for one in llm.generate(_PROMPTS, sampling, use_tqdm=False)] == wanted
-        assert llm.stats().num_draft_errors == 1
-    assert calls == 5

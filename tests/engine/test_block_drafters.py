@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 import pytest
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.speculation.draft_heads import BlockDrafts
-from mlx_server.config import Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.parts import GivenModels
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import HELD_FEATURES, EngineStats, ScheduledChunk
+from mlx_server.outputs import EngineStats, ScheduledChunk
 from mlx_server.runtime.drafts.block_drafter import read_block_drafter
 from mlx_server.runtime.drafts.drafter import load_drafter
 from mlx_server.runtime.drafts.layer_taps import _Tapped
@@ -28,6 +24,7 @@ from tests.architectures import config_of
 from tests.block_drafters import (
     BLOCK_SIZE_OF_DRAFTERS,
     drafter_config,
+    folders,
     save_drafter,
     simple_folders,
     their_drafter,
@@ -35,6 +32,7 @@ from tests.block_drafters import (
 )
 from tests.device_memory import active_bytes
 from tests.drafted_answers import DRAFTED_SAMPLING, answers_in_small_pool, check_behind_images, record_drafts
+from tests.drafters import quantize
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
@@ -42,18 +40,6 @@ from tests.vision_worlds import CONFIGS, tiny_vlm
 
 _KINDS = ("dflash", "dflash, causal and sliding", "dflash2")
 _PROMPTS = random_prompts((30, 66, 25, 20))
-
-
-def folders(path: Path, kind: str, architecture: str = "qwen3") -> tuple[str, str, Any, Any]:
-    """The folders of a model and a drafter, mlx-lm's model and mlx-vlm's drafter."""
-    model, config = tiny_model(architecture)
-    own = drafter_config(kind, dict(config))
-    drafter = their_drafter(own)
-    if "own embeddings" in kind:
-        drafter.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-    path.mkdir(exist_ok=True)
-    target = save_model_folder(model, dict(config), path / "model", byte_tokenizer())
-    return str(target), save_drafter(path / "drafter", own, drafter), model, drafter
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -150,14 +136,8 @@ async def test_a_drafter_drafts_behind_images(model_type: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_quantized_drafter_drafts(kind: str, tmp_path: Path) -> None:
     target, drafter, _, theirs = folders(tmp_path, kind)
-    nn.quantize(
-        theirs,
-        group_size=32,
-        bits=4,
-        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
-    )
     config = json.loads((Path(drafter) / "config.json").read_text())
-    save_drafter(Path(drafter), {**config, "quantization": {"group_size": 32, "bits": 4}}, theirs)
+    save_drafter(Path(drafter), {**config, "quantization": quantize(theirs)}, theirs)
     plain, _ = _answers(target, speculate="off")
     drafted, stats = _answers(target, speculate="model", draft_model=drafter)
     assert drafted == plain
@@ -251,29 +231,6 @@ def test_a_model_that_runs_its_layers_in_a_way_of_its_own_has_no_features(archit
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128, num_kv_blocks=8) as llm,
     ):
         llm.generate(_PROMPTS[:1], DRAFTED_SAMPLING[0], use_tqdm=False)
-
-
-def test_a_drafter_alone_is_no_model(tmp_path: Path) -> None:
-    _, drafter, _, _ = folders(tmp_path, "dflash")
-    with pytest.raises(ModelLoadError, match="only drafts for another model"):
-        LLM(drafter, max_model_len=128, num_kv_blocks=8)
-
-
-def test_its_memory_is_estimated_with_the_features_that_are_kept(tmp_path: Path) -> None:
-    target, drafter, _, _ = folders(tmp_path, "dflash")
-    scheduler = SchedulerConfig(speculate="model", max_num_seqs=4)
-    alone = estimate_need(Config(model=ModelConfig(model=target), scheduler=SchedulerConfig(speculate="off")))
-    both = estimate_need(Config(model=ModelConfig(model=target, draft_model=drafter), scheduler=scheduler))
-    with LLM(target, speculate="model", draft_model=drafter, max_model_len=128, max_num_seqs=4) as llm:
-        assert llm.engine._parts is not None
-        draft = llm.engine._parts.draft
-        assert draft is not None
-        assert draft.state_bytes == HELD_FEATURES * 64 * 4  # of one of four requests
-        assert both.kv_bytes - alone.kv_bytes >= draft.kv_bytes
-        eight = replace(scheduler, max_num_seqs=8)
-        more = estimate_need(Config(model=ModelConfig(model=target, draft_model=drafter), scheduler=eight))
-        assert more.kv_bytes - both.kv_bytes == draft.state_bytes  # of one more
-        assert both.weights_bytes - alone.weights_bytes >= draft.loaded.weight_bytes
 
 
 @pytest.mark.usefixtures("always_drafts")
