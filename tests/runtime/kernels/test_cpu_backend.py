@@ -1,6 +1,7 @@
 """The `cpu` backend against a float64 oracle and against `reference`; its memory and its threads.
 
-Pools start full of NaN, so reading one float outside a request's context turns an output into NaN.
+Pools start full of NaN, as numbers or as scales of quantised rows, so reading one number outside a request's context
+turns an output into NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import mlx.core as mx
 import numpy as np
@@ -18,10 +19,12 @@ import pytest
 
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend, CpuPool
-from tests.attention_worlds import FOUR, Layer, Span, World, make_step
+from tests.attention_worlds import ALL_BITS, FOUR, Layer, Span, World, make_step
 
-TOLERANCE = 3e-6
+TOLERANCE, QUANTISED_TOLERANCE = 3e-6, 5e-6
+QUANTISED_DIMS = (32, 64, 96, 128, 192, 256)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +34,7 @@ def cpu() -> CpuBackend:
 
 def poisoned_pool(cpu: CpuBackend, layer: Layer, num_blocks: int) -> CpuPool:
     pool = cpu.make_pool(layer.spec, num_blocks)
-    pool.keys[:] = np.nan
-    pool.values[:] = np.nan
+    pool.keys[:] = pool.values[:] = np.nan if layer.bits is None else 255
     return pool
 
 
@@ -41,16 +43,17 @@ def worst_error(cpu: CpuBackend, world: World) -> float:
     return float(np.abs(world.attend(cpu, pool) - world.expected()).max())
 
 
-def random_layer(rng: np.random.Generator) -> Layer:
+def random_layer(rng: np.random.Generator, bits: KvBits | None) -> Layer:
     num_kv_heads = int(rng.choice([1, 2, 3]))
-    key_dim = int(rng.choice([5, 40, 64, 80, 96, 128, 192, 256]))
+    key_dim = int(rng.choice([5, 40, 64, 80, 96, 128, 192, 256] if bits is None else QUANTISED_DIMS))
     return Layer(
         num_heads=num_kv_heads * int(rng.integers(1, 17)),
         num_kv_heads=num_kv_heads,
         key_dim=key_dim,
-        value_dim=int(rng.choice([key_dim, key_dim, 24, 64, 100])),
+        value_dim=int(rng.choice([key_dim, key_dim, 24, 64, 100] if bits is None else QUANTISED_DIMS)),
         window=int(rng.integers(1, 200)) if rng.random() < 0.4 else None,
         has_sinks=rng.random() < 0.4,
+        bits=bits,
     )
 
 
@@ -60,10 +63,12 @@ def random_spans(rng: np.random.Generator) -> list[Span]:
     return decodes + [Span(start, start + int(rng.integers(2, 120))) for start in starts]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_mixed_steps_match_float64(cpu: CpuBackend, seed: int) -> None:
+@pytest.mark.parametrize(("bits", "seed"), [*product([None], range(40)), *product(ALL_BITS, range(15))], ids=str)
+def test_random_mixed_steps_match_float64(cpu: CpuBackend, bits: KvBits | None, seed: int) -> None:
+    """Quantised K/V are as MLX stores them."""
     rng = np.random.default_rng(seed)
-    assert worst_error(cpu, World(random_layer(rng), random_spans(rng), seed)) <= TOLERANCE
+    tolerance = TOLERANCE if bits is None else QUANTISED_TOLERANCE
+    assert worst_error(cpu, World(random_layer(rng, bits), random_spans(rng), seed)) <= tolerance
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 40, 1, 33])
@@ -110,13 +115,13 @@ def test_sinks_that_count_for_nothing(cpu: CpuBackend) -> None:
     assert np.abs(got - world.expected()).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_agrees_with_reference_through_the_same_interface(cpu: CpuBackend, seed: int) -> None:
+@pytest.mark.parametrize(("bits", "seed"), [*product([None], range(6)), *product(ALL_BITS, range(4))], ids=str)
+def test_agrees_with_reference_through_the_same_interface(cpu: CpuBackend, bits: KvBits | None, seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
-    world, reference = World(random_layer(rng), random_spans(rng), seed), ReferenceBackend()
+    world, reference = World(random_layer(rng, bits), random_spans(rng), seed), ReferenceBackend()
     wanted = world.attend(reference, reference.make_pool(world.layer.spec, world.num_blocks))
     got = world.attend(cpu, poisoned_pool(cpu, world.layer, world.num_blocks))
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=2 * TOLERANCE)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2 * (TOLERANCE if bits is None else QUANTISED_TOLERANCE))
 
 
 def test_repeats_to_the_bit(cpu: CpuBackend) -> None:
@@ -125,8 +130,9 @@ def test_repeats_to_the_bit(cpu: CpuBackend) -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_layer_that_shares_a_pool_writes_nothing(cpu: CpuBackend) -> None:
-    world = World(Layer(4, 2, 64, 64), [Span(69, 70), Span(10, 50)])
+@pytest.mark.parametrize("bits", [None, *ALL_BITS], ids=str)
+def test_a_layer_that_shares_a_pool_writes_nothing(cpu: CpuBackend, bits: KvBits | None) -> None:
+    world = World(Layer(4, 2, 64, 64, bits=bits), [Span(69, 70), Span(10, 50)])
     pool = poisoned_pool(cpu, world.layer, world.num_blocks)
     wanted = world.attend(cpu, pool)
     before = pool.keys.copy(), pool.values.copy()
