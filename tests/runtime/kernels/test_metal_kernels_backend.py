@@ -21,7 +21,7 @@ from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, HEAD_DIMS, DecodeShape, KernelVariant
-from tests.attention_worlds import EIGHT
+from tests.attention_worlds import ALL_BITS, EIGHT
 from tests.device_memory import active_bytes
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
@@ -55,12 +55,17 @@ def check_equal(outs: list[np.ndarray], wanted: list[np.ndarray], atol: float = 
         np.testing.assert_allclose(out, want, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 45])
+@pytest.mark.parametrize(
+    ("bits", "window"),
+    [*itertools.product([None], [None, 1, 20, 45]), *itertools.product(ALL_BITS, [None, 20])],
+    ids=str,
+)
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_equals_the_reference_over_mixed_steps(window: int | None, has_sinks: bool) -> None:
+def test_equals_the_reference_over_mixed_steps(window: int | None, has_sinks: bool, bits: KvBits | None) -> None:
+    spec = dataclasses.replace(SPEC, bits=bits)
     sinks = mx.array(np.linspace(-1, 2, NUM_HEADS), mx.float32) if has_sinks else None
-    wanted = attend_all(ReferenceBackend(), window=window, sinks=sinks)
-    check_equal(attend_all(make_backend(), window=window, sinks=sinks), wanted)
+    wanted = attend_all(ReferenceBackend(), spec, window=window, sinks=sinks)
+    check_equal(attend_all(make_backend(), spec, window=window, sinks=sinks), wanted)
 
 
 def test_split_sequences_equal_the_reference() -> None:
@@ -135,26 +140,28 @@ class Recorder:
         return call
 
 
-def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
+@pytest.mark.parametrize(("bits", "write"), [(None, "kv_write"), (EIGHT, "kv_write_quantized")], ids=str)
+def test_every_use_of_a_pool_takes_the_token_of_the_one_before(bits: KvBits | None, write: str) -> None:
     """Across steps too: so a write into a recycled block waits for the last reader of its former content."""
     recorder = Recorder()
     backend = MetalBackend(recorder, num_cores=4)
-    pool = backend.make_pool(SPEC, NUM_BLOCKS)
+    spec = dataclasses.replace(SPEC, bits=bits)
+    pool = backend.make_pool(spec, NUM_BLOCKS)
     recorder.calls.clear()
     token = pool.memory.token
     for num_decodes, chunks in STEPS:
         step = step_of(chunks, num_decodes)
-        rows = step_rows(0, SPEC, NUM_HEADS, step.num_tokens)
+        rows = step_rows(0, spec, NUM_HEADS, step.num_tokens)
         backend.attend(pool, *rows, backend.plan(step), scale=0.2)
     for _, inputs, outputs in recorder.calls:
         assert inputs["token"] is token
         token = outputs[-1]
     assert pool.memory.token is token
     assert [name for name, _, _ in recorder.calls] == [
-        *("kv_write", "paged_shared", "kv_gather"),
-        *("kv_write", "paged_decode", "kv_gather"),
-        *("kv_write", "paged_decode", "paged_shared"),
-        *("kv_write", "paged_decode"),
+        *(write, "paged_shared", "kv_gather"),
+        *(write, "paged_decode", "kv_gather"),
+        *(write, "paged_decode", "paged_shared"),
+        *(write, "paged_decode"),
     ]
 
 
@@ -290,20 +297,21 @@ def test_every_self_test_passes(dtype: mx.Dtype, dim: int) -> None:
     assert not backend.needs_synchronous_steps
 
 
-def test_nothing_is_compiled_after_warm_up() -> None:
+@pytest.mark.parametrize("bits", [None, *ALL_BITS], ids=str)
+def test_nothing_is_compiled_after_warm_up(bits: KvBits | None) -> None:
     """Batch size, context length, splitting: none of them makes another kernel."""
     emulator = Emulator(toolchain())
     backend = MetalBackend(emulator.metal_kernel, num_cores=40)
-    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float16)
+    spec = dataclasses.replace(SPEC, dtype=mx.float16, bits=bits)
     backend.warm_up(spec, NUM_HEADS)
     warm = set(emulator.sources)
-    pool = backend.make_pool(spec, 300)
+    attend_all(backend, spec)
+    pool = backend.make_pool(spec, 64)
     for batch, context in ((1, 1), (1, 2000), (2, 40), (7, 3), (9, 33), (64, 100), (8, 300)):
         tables = tuple(range(-(-context // 32)))
         step = step_of([Chunk(tables, context - 1)] * batch, batch)
         queries = step_rows(0, spec, NUM_HEADS, batch)[0]
         backend.attend(pool, queries, None, None, backend.plan(step), scale=0.2)
-    backend.attend(pool, *step_rows(0, spec, NUM_HEADS, 1), backend.plan(step_of([Chunk((0,), 0)], 0)), scale=0.2)
     assert emulator.sources == warm
     assert len(warm) == 7  # writer, gather, reduce; decodes alone and shared, of whole and of split sequences
 
@@ -313,6 +321,7 @@ def test_nothing_is_compiled_after_warm_up() -> None:
     [
         (LayerSpec(2, 72, 72, mx.float32), 4, f"key head_dim 72 is none of {KNOWN_DIMS}"),
         (LayerSpec(2, 64, 40, mx.float32), 4, f"value head_dim 40 is none of {KNOWN_DIMS}"),
+        (LayerSpec(2, 224, 32, mx.float32, EIGHT), 6, f"key head_dim 224 is none of {KNOWN_DIMS}"),
     ],
 )
 def test_other_head_dims_gather_and_say_so_once(

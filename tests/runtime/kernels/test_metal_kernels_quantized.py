@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator.kernel import Emulator, text_name
+from emulator.kernel import Emulator
 from emulator.worlds import (
-    Chunk,
     check_decode,
     decode_world,
     gpu,
@@ -34,20 +32,11 @@ from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import read_rows
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
 from tests.attention_worlds import ALL_BITS, EIGHT, EIGHT_FOUR, FOUR
+from tests.runtime.kernels.test_metal_kernels_backend import NUM_BLOCKS, NUM_HEADS, STEPS, attend_all, check_equal
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
 BATCHES = ([1], [31, 32, 33], [64, 0, 200, 5])
-NUM_BLOCKS = 12
-NUM_HEADS = 6
-
-STEPS = (
-    (0, [Chunk((3, 7), 0, 40), Chunk((1,), 0, 5)]),
-    (2, [Chunk((3, 7), 40), Chunk((1,), 5), Chunk((9, 0, 5), 0, 70)]),
-    (2, [Chunk((1,), 6), Chunk((9, 0, 5), 70), Chunk((4,), 0, 1), Chunk((3, 7), 41, 9)]),
-    (3, [Chunk((9, 0, 5), 71), Chunk((1,), 7), Chunk((3, 7), 50)]),
-)
-"""(decodes, chunks) of four steps: prompts of several blocks, mixed steps, a chunk of one token, decodes alone."""
 
 
 def spec_of(bits: KvBits, dtype: mx.Dtype = mx.float32, key_dim: int = 64, value_dim: int = 64) -> LayerSpec:
@@ -200,95 +189,6 @@ def test_no_races_and_no_misaligned_vectors(bits: KvBits, dtype: mx.Dtype) -> No
 
 
 # ---- the backend
-
-
-def attend_all(backend: Any, spec: LayerSpec, num_heads: int = NUM_HEADS, **options: Any) -> list[np.ndarray]:
-    pool = backend.make_pool(spec, NUM_BLOCKS)
-    outs = []
-    for seed, (num_decodes, chunks) in enumerate(STEPS):
-        step = step_of(chunks, num_decodes)
-        queries, keys, values = step_rows(seed, spec, num_heads, step.num_tokens)
-        out = backend.attend(pool, queries, keys, values, backend.plan(step), scale=0.2, **options)
-        mx.eval(out, *backend.state(pool))
-        outs.append(np.array(out.astype(mx.float32)))
-    return outs
-
-
-def check_equal(outs: list[np.ndarray], wanted: list[np.ndarray], atol: float = 1e-5) -> None:
-    for out, want in zip(outs, wanted, strict=True):
-        np.testing.assert_allclose(out, want, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_equals_the_reference_over_mixed_steps(window: int | None, has_sinks: bool, bits: KvBits) -> None:
-    sinks = mx.array(np.linspace(-1, 2, NUM_HEADS), mx.float32) if has_sinks else None
-    wanted = attend_all(ReferenceBackend(), spec_of(bits), window=window, sinks=sinks)
-    check_equal(attend_all(make_backend(), spec_of(bits), window=window, sinks=sinks), wanted)
-
-
-def test_head_dims_without_a_kernel_gather_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    spec = spec_of(EIGHT, key_dim=224, value_dim=32)
-    with caplog.at_level(logging.WARNING):
-        outs = attend_all(make_backend(), spec, window=45)
-    check_equal(outs, attend_all(ReferenceBackend(), spec, window=45))
-    assert caplog.messages == [
-        "metal decodes gather K/V instead of reading it in place: key head_dim 224 is none of 32, 64, 80, 96, 112, 128,"
-        " 160, 192, 256, 512"
-    ]
-
-
-@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-def test_nothing_is_compiled_after_warm_up(bits: KvBits) -> None:
-    emulator = Emulator(toolchain())
-    backend = MetalBackend(emulator.metal_kernel, num_cores=40)
-    spec = spec_of(bits, mx.float16)
-    backend.warm_up(spec, NUM_HEADS)
-    warm = set(emulator.sources)
-    assert len(warm) == 7  # writer, gather, reduce; decodes alone and shared, of whole and of split sequences
-    attend_all(backend, spec)
-    pool = backend.make_pool(spec, 64)
-    for batch, context in ((1, 1), (1, 2000), (7, 3), (64, 100), (8, 300)):
-        tables = tuple(range(-(-context // 32)))
-        step = step_of([Chunk(tables, context - 1)] * batch, batch)
-        queries = step_rows(0, spec, NUM_HEADS, batch)[0]
-        backend.attend(pool, queries, None, None, backend.plan(step), scale=0.2)
-    assert emulator.sources == warm
-
-
-def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
-    calls: list[tuple[str, mx.array, mx.array]] = []
-
-    def recorder(**definition: Any) -> Any:
-        kernel = kernel_maker()(**definition)
-        token = definition["input_names"].index("token") if "token" in definition["input_names"] else None
-
-        def call(**launch: Any) -> list[mx.array]:
-            outputs = kernel(**launch)
-            if token is not None:
-                calls.append((text_name(definition["name"]), launch["inputs"][token], outputs[-1]))
-            return outputs
-
-        return call
-
-    backend = MetalBackend(recorder, num_cores=4)
-    pool = backend.make_pool(spec_of(EIGHT), NUM_BLOCKS)
-    calls.clear()
-    token = pool.memory.token
-    for num_decodes, chunks in STEPS:
-        step = step_of(chunks, num_decodes)
-        backend.attend(pool, *step_rows(0, spec_of(EIGHT), NUM_HEADS, step.num_tokens), backend.plan(step), scale=0.2)
-    for _, taken, given in calls:
-        assert taken is token
-        token = given
-    assert pool.memory.token is token
-    assert [name for name, _, _ in calls] == [
-        *("kv_write_quantized", "paged_shared", "kv_gather"),
-        *("kv_write_quantized", "paged_decode", "kv_gather"),
-        *("kv_write_quantized", "paged_decode", "paged_shared"),
-        *("kv_write_quantized", "paged_decode"),
-    ]
 
 
 def test_pools_are_never_copied_and_take_what_their_spec_says() -> None:
