@@ -36,10 +36,6 @@ TOLERANCE = 1e-4
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
-def shape(windows: list[int | None]) -> list[tuple[int | None, int]]:
-    return [(group.window, len(group.pools)) for group in group_layers(windows)]
-
-
 def test_layers_are_grouped_by_their_windows() -> None:
     assert group_layers([None, None]) == [LayerGroup(None, ((0,), (1,)))]
     assert group_layers([64, 64]) == [LayerGroup(64, ((0,), (1,)))]
@@ -49,19 +45,6 @@ def test_layers_are_grouped_by_their_windows() -> None:
         LayerGroup(8, ((0,), (3,))),
         LayerGroup(64, ((1,), (4,))),
     ]
-
-
-@pytest.mark.parametrize(
-    ("windows", "wanted"),
-    [
-        (([128, None] * 12), [(None, 12), (128, 12)]),  # gpt-oss-20b
-        (([4096, 4096, 4096, None] * 8), [(None, 8), *[(4096, 8)] * 3]),  # command-r7b
-        (([512] * 5 + [None]) * 4 + [512] * 2, [(None, 4), *[(512, 4)] * 5, (512, 2)]),  # gemma-3-1b
-        (([1024] * 5 + [None]) * 8, [(None, 8), *[(1024, 8)] * 5]),  # gemma-3-12b
-    ],
-)
-def test_groups_of_known_models_waste_little(windows: list[int | None], wanted: list[tuple[int | None, int]]) -> None:
-    assert shape(windows) == wanted
 
 
 def test_there_are_few_groups_whatever_the_layers_are() -> None:

