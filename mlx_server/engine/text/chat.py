@@ -19,11 +19,11 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.reasoning import find_dialect
-from mlx_server.engine.text.template_fit import (
+from mlx_server.engine.text.template_fit import find_repairs
+from mlx_server.engine.text.template_repairs import (
     Repairs,
     adapt,
     developer_as_system,
-    find_repairs,
     one_call_a_turn,
     tools_as_text,
 )

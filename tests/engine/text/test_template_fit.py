@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from mlx_server.engine.text import template_fit as fit
+from mlx_server.engine.text import template_repairs as fit
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions
 from mlx_server.engine.text.messages import normalise_messages
-from mlx_server.engine.text.template_fit import adapt, named_results, short_ids
+from mlx_server.engine.text.template_repairs import adapt, named_results, short_ids
 from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
 from tests.text_worlds import make_tokenizer
@@ -90,6 +90,10 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "call": ([ASKS, says("assistant", "", **calls("north")), result("north")], [TOOL]),
     "null beside call": ([ASKS, says("assistant", None, **calls("north")), result("north")], [TOOL]),  # type: ignore[arg-type]
     "text beside call": ([ASKS, says("assistant", "Answer one", **calls("north")), result("north")], [TOOL]),
+    "thoughts and text beside call": (
+        [ASKS, says("assistant", "Answer one", reasoning_content="Hm", **calls("north")), result("north")],
+        [TOOL],
+    ),
     "parallel": ([ASKS, says("assistant", "", **calls("north", "south")), result("north"), result("south")], [TOOL]),
     "parallel, results turned": (
         [ASKS, says("assistant", "", **calls("north", "south")), result("south"), result("north")],
@@ -336,6 +340,30 @@ def test_templates_whose_calls_are_read_write_them_themselves(name: str) -> None
     assert formatter(template, *special)._fit(template).repairs.isdisjoint((fit.calls_as_text, fit.tools_as_text))
 
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")
+
+
+@pytest.mark.parametrize("name", ["openai-gpt-oss-120b", "unsloth-gpt-oss-20b"])
+def test_gpt_oss_takes_thoughts_and_text_beside_a_call(name: str) -> None:
+    chat = formatter(template_of(name), *HARMONY)
+    for what in ("call", "text beside call", "thoughts and text beside call"):
+        messages, tools = CHATS[what]
+        prompt = chat.format(messages, tools).text
+        wanted = [*texts_of(messages), *(["Hm"] if "thoughts" in what else [])]
+        assert [text for text in wanted if text not in prompt] == [], what
+
+
+@pytest.mark.parametrize("name", ["moonshotai-Kimi-K2-Instruct", "moonshotai-Kimi-K2.5"])
+def test_kimi_s_calls_are_named_by_their_ids(name: str) -> None:
+    """Its template writes no other name; other models' ids come from clients that change models, or make their own."""
+    chat = formatter(template_of(name))
+    messages, tools = CHATS["parallel, results turned"]
+    prompt = chat.format(messages, tools).text
+    assert "call_north" not in prompt
+    assert [prompt.count(f"functions.look_at:{number}") for number in range(3)] == [2, 2, 0]
+    assert prompt.index("functions.look_at:1", prompt.index("south")) < prompt.index("Seen south")
+
+
 @pytest.mark.parametrize("name", ["Apertus-8B-Instruct", "ByteDance-Seed-OSS", "deepseek-ai-DeepSeek-V3.2"])
 def test_templates_that_ask_for_calls_that_nobody_reads_are_not_given_the_tools(name: str) -> None:
     assert fit.tools_as_text in formatter(template_of(name))._fit(template_of(name)).repairs
@@ -358,6 +386,15 @@ CALLS_NORTH, CALLS_BOTH = normalise_messages(
 
 def call_of(place: str, text: str = "") -> dict[str, Any]:
     return normalise_messages([says("assistant", text, **calls(place))])[0]
+
+
+def with_ids(*ids: str) -> dict[str, Any]:
+    called = normalise_messages([says("assistant", "", **calls(*["north"] * len(ids)))])[0]
+    return {**called, "tool_calls": [{**call, "id": name} for call, name in zip(called["tool_calls"], ids)]}
+
+
+def gives(call_id: str) -> dict[str, Any]:
+    return says("tool", "Seen", tool_call_id=call_id)
 
 
 @pytest.mark.parametrize(
@@ -437,6 +474,35 @@ def call_of(place: str, text: str = "") -> dict[str, Any]:
         ),
         (fit.merge_neighbours, [ANSWERS, CALLS_NORTH], [ANSWERS, CALLS_NORTH]),
         (fit.short_ids, [ASKS], [ASKS]),
+        (
+            fit.named_ids,
+            [
+                with_ids("a", "a"),
+                gives("a"),
+                with_ids("a", "functions.look_at:9"),
+                gives("functions.look_at:9"),
+                gives("x"),
+                ASKS,
+            ],
+            [
+                *(with_ids("functions.look_at:0", "functions.look_at:1"), gives("functions.look_at:1")),
+                *(
+                    with_ids("functions.look_at:2", "functions.look_at:9"),
+                    gives("functions.look_at:9"),
+                    gives("x"),
+                    ASKS,
+                ),
+            ],
+        ),
+        (
+            fit.reasoning_in_text,
+            [{**CALLS_NORTH, "reasoning_content": "Hm"}, {**call_of("north"), "reasoning_content": "Hm"}, THINKS_ONE],
+            [
+                {**CALLS_NORTH, "content": "Hm\n\nLook"},
+                {**call_of("north"), "reasoning_content": "Hm"},
+                THINKS_ONE,
+            ],
+        ),
     ],
 )
 def test_a_repair_changes_only_what_it_says(repair: fit.Change, chat: list[Any], expected: list[Any]) -> None:
