@@ -47,7 +47,16 @@ _RESERVED_KWARGS = _RESERVED_KWARGS - {"documents", "kwargs"} | {"conversations"
 _PROBE = "What is seen of this?"
 _QUESTION = {"role": "user", "content": _PROBE}
 
+_RENDERER = "{# in Python #}"
+"""Stands for the template of models that have it in Python."""
+
+_OF_RENDERERS = ("tools", "enable_thinking", "add_generation_prompt", "continue_final_message")
+"""What all renderers take; they fail on other variables."""
+
 _MAX_FITS = 16
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_THINKING_MODES = (("enabled", "disabled"), ("thinking", "chat"), ("on", "off"))
+"""The words for on and off in templates that read `thinking_mode`: MiniMax M3's, DeepSeek V4's, Baichuan M2's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,8 @@ class ChatOptions:
     `add_generation_prompt` opens the assistant's turn (None: unless a message is continued);
     `continue_final_message` leaves the last message open. `chat_template` replaces the model's own; it runs in a
     sandbox, but without a time limit. `template_kwargs` are variables for the template; `reasoning_effort` is one,
-    too, and also sets `enable_thinking` unless that is given.
+    too, in the form that the template takes, and also sets `enable_thinking` unless that is given. That sets the other
+    names that templates have for it.
     """
 
     add_generation_prompt: bool | None = None
@@ -84,7 +94,7 @@ class ChatFormatter:
     """Writes prompts for one model. Any thread.
 
     `renderer` is a chat template in Python, for models that have one instead of a Jinja template; it takes the
-    messages, and the template's variables as keywords.
+    messages, and as keywords those variables that are in `_OF_RENDERERS`.
     """
 
     def __init__(self, tokenizer: Tokenizer, renderer: Callable[..., str] | None = None) -> None:
@@ -94,9 +104,9 @@ class ChatFormatter:
         self._memory = PromptMemory(tokenizer)
         self._fits = Recent[str, _Fit](_MAX_FITS)
         self.dialect = find_dialect(tokenizer)
-        own = tokenizer.hf.chat_template
-        if own is not None and renderer is None:
-            for template in own.values() if isinstance(own, Mapping) else (own,):
+        own = _RENDERER if renderer is not None else tokenizer.hf.chat_template
+        for template in own.values() if isinstance(own, Mapping) else (own,):
+            if template is not None:
                 self._fit(template)
 
     def format(
@@ -132,16 +142,12 @@ class ChatFormatter:
         self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures | None
     ) -> tuple[str, Layout | None, bool]:
         """The prompt's text, the places of its images, and whether it asks for one call."""
-        variables = _template_variables(options)
-        if self._renderer is not None and options.chat_template is None and pictures is None:
-            chat = normalise_messages(messages, parses_arguments=False)
-            return _guarded(self._renderer, chat, {"tools": tools, **variables}), None, False
         template = self._template(options, tools)
         fit = self._fit(template)
         is_one = not fit.repairs.isdisjoint((tools_as_text, one_call_a_turn))
         parser = self.dialect.tool_parser
         chat, shown = adapt(normalise_messages(messages), tools, fit.repairs, parser)
-        variables = {"tools": shown, **variables}
+        variables = {"tools": shown, **_template_variables(options, fit)}
         if pictures is None:
             try:
                 return self._apply(chat, template, fit.needs_parts, variables), None, is_one
@@ -157,6 +163,8 @@ class ChatFormatter:
     def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
         if options.chat_template is not None:
             return options.chat_template
+        if self._renderer is not None:
+            return _RENDERER
         if self._tokenizer.hf.chat_template is None:
             raise InvalidRequestError(
                 "This model has no chat template. Send the prompt as text to /v1/completions, "
@@ -169,6 +177,9 @@ class ChatFormatter:
     def _apply(self, chat: Sequence[Message], template: str, needs_parts: bool, variables: Mapping[str, Any]) -> str:
         if needs_parts:
             chat = [{**message, "content": text_parts(message["content"])} for message in chat]
+        if self._renderer is not None and template == _RENDERER:
+            known = {name: variables[name] for name in _OF_RENDERERS if name in variables}
+            return _guarded(self._renderer, chat, known)
         own = {"chat_template": template, "tokenize": False}
         return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
 
@@ -183,15 +194,24 @@ class ChatFormatter:
             known = frozenset() if "developer" in template else {developer_as_system}
             shows = partial(self._tried, template, needs_parts)
             end = self._tokenizer.hf.eos_token
-            found = _Fit(needs_parts, find_repairs(shows, self.dialect, end, frozenset(known)))
+            repairs = find_repairs(shows, self.dialect, end, frozenset(known))
+            tried = _EFFORTS if "reasoning_effort" in template else ()
+            efforts = [one for one in tried if shows([_QUESTION], None, reasoning_effort=one) is not None]
+            modes = (mode for mode in _THINKING_MODES if f'thinking_mode == "{mode[0]}"' in template)
+            found = _Fit(needs_parts, repairs, tuple(efforts) or _EFFORTS, next(modes, None))
             self._fits.put(template, found)
         return found
 
     def _tried(
-        self, template: str, needs_parts: bool, chat: Sequence[Message], tools: Sequence[Tool] | None
+        self,
+        template: str,
+        needs_parts: bool,
+        chat: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        **more: str,
     ) -> str | None:
         try:
-            text = self._apply(chat, template, needs_parts, {"tools": tools, "add_generation_prompt": True})
+            text = self._apply(chat, template, needs_parts, {"tools": tools, "add_generation_prompt": True, **more})
         except InvalidRequestError:
             return None
         return text
@@ -200,13 +220,22 @@ class ChatFormatter:
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """How chats are written for a template. `needs_parts`: it drops content that is a string, but shows lists of
-    parts."""
+    parts. It takes the reasoning `efforts`, in ascending order, and `thinking_mode` as one of two words, if at all."""
 
     needs_parts: bool
     repairs: Repairs
+    efforts: tuple[str, ...]
+    thinking_mode: tuple[str, str] | None
+
+    def nearest(self, effort: str) -> str | None:
+        """The effort that the template takes instead: the next higher one, or the highest; None to leave out `none`."""
+        if effort in self.efforts or effort not in _EFFORTS:
+            return effort
+        higher = [one for one in self.efforts if _EFFORTS.index(one) > _EFFORTS.index(effort)]
+        return None if effort == "none" else (higher or self.efforts[-1:])[0]
 
 
-def _template_variables(options: ChatOptions) -> dict[str, Any]:
+def _template_variables(options: ChatOptions, fit: _Fit) -> dict[str, Any]:
     reserved = sorted(_RESERVED_KWARGS & options.template_kwargs.keys())
     if reserved:
         raise InvalidRequestError(
@@ -218,9 +247,16 @@ def _template_variables(options: ChatOptions) -> dict[str, Any]:
             "add_generation_prompt and continue_final_message exclude each other.", "continue_final_message"
         )
     variables = dict(options.template_kwargs)
+    if "thinking" in variables:
+        variables.setdefault("enable_thinking", variables["thinking"])
     if options.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", options.reasoning_effort)
+        if (effort := fit.nearest(options.reasoning_effort)) is not None:
+            variables.setdefault("reasoning_effort", effort)
         variables.setdefault("enable_thinking", options.reasoning_effort != "none")
+    if "enable_thinking" in variables:
+        variables.setdefault("thinking", variables["enable_thinking"])
+        if fit.thinking_mode is not None:
+            variables.setdefault("thinking_mode", fit.thinking_mode[not variables["enable_thinking"]])
     variables["continue_final_message"] = options.continue_final_message
     variables["add_generation_prompt"] = (
         not options.continue_final_message if options.add_generation_prompt is None else options.add_generation_prompt

@@ -54,18 +54,18 @@ def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
-def normalise_messages(messages: Sequence[Any], *, parses_arguments: bool = True) -> list[dict[str, Any]]:
+def normalise_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns copies in which `content` is a string (text parts joined by line breaks, null becomes empty),
-    `tool_calls` is present only if there are any, with arguments as objects instead of JSON text (`parses_arguments`),
-    and `reasoning` is called `reasoning_content`. Results come in the order of their calls, since many templates tell
-    them apart by nothing else.
+    `tool_calls` is present only if there are any, with arguments as objects instead of JSON text, and `reasoning` is
+    called `reasoning_content`. Results come in the order of their calls, since many templates tell them apart by
+    nothing else.
 
     Other keys are kept for the template. Media of a tool or the assistant become notes. Raises `InvalidRequestError`
     for media of other roles, and for invalid messages.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message.", "messages")
-    chat = [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
+    chat = [_normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
     for index, message in enumerate(chat):
         if len(calls := message.get("tool_calls", ())) > 1:
             _order_results(chat, index + 1, calls)
@@ -81,7 +81,7 @@ def _order_results(chat: list[dict[str, Any]], start: int, calls: Sequence[Mappi
         chat[start : start + len(results)] = results
 
 
-def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
+def _normalise(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where} must be an object with a role.", where)
     copy = {key: value for key, value in message.items() if value is not None}
@@ -100,17 +100,15 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
         where = f"{where}.tool_calls"
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise InvalidRequestError(f"{where} must be a list.", where)
-        copy["tool_calls"] = [_tool_call(call, f"{where}[{i}]", parses_arguments) for i, call in enumerate(calls)]
+        copy["tool_calls"] = [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
     return copy
 
 
-def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where} must have a function with a name.", where)
-    arguments = function.get("arguments")
-    if parses_arguments:
-        arguments = parse_arguments(arguments, f"{where}.function.arguments")
+    arguments = parse_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

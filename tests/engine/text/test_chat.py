@@ -172,6 +172,51 @@ def test_variables_reach_the_template() -> None:
     assert chat.format([USER], options=options).text == "hello|False|high|"
 
 
+LISTS_EFFORTS = """{%- if reasoning_effort is not defined %}{% set reasoning_effort = "default" %}
+{%- elif reasoning_effort not in {taken} %}{{ raise_exception("effort " ~ reasoning_effort) }}{% endif -%}
+{{ messages[0].content }} {{ reasoning_effort }}"""
+
+
+@pytest.mark.parametrize(
+    ("taken", "efforts"),
+    [
+        ("['none', 'high']", {"none": "none", "minimal": "high", "medium": "high", "high": "high", "max": "high"}),
+        ("['no_think', 'low', 'high']", {"none": "default", "minimal": "low", "medium": "high", "xhigh": "high"}),
+        ("[]", {}),
+    ],
+)
+def test_an_effort_that_a_template_does_not_take_becomes_one_that_it_takes(taken: str, efforts: dict[str, str]) -> None:
+    """The next higher one, or the highest; `none` leaves the variable out. Clients' own variables stay as they are."""
+    chat = formatter(LISTS_EFFORTS.replace("{taken}", taken))
+    assert chat.format([USER]).text == "hello default"
+    for asked, written in efforts.items():
+        assert chat.format([USER], options=ChatOptions(reasoning_effort=asked)).text == f"hello {written}"
+    with pytest.raises(InvalidRequestError, match="effort medium"):
+        chat.format([USER], options=ChatOptions(template_kwargs={"reasoning_effort": "medium"}))
+
+
+@pytest.mark.parametrize(
+    ("template", "on", "off"),
+    [
+        ("{{ thinking }}", "True", "False"),  # Kimi K2.5, DeepSeek V3.1, Hermes 4
+        ('{{ "a" if thinking_mode == "enabled" }}{{ thinking_mode }}', "aenabled", "disabled"),  # MiniMax M3
+        ('{{ "a" if thinking_mode == "thinking" }}{{ thinking_mode }}', "athinking", "chat"),  # DeepSeek V4
+        ('{{ "a" if thinking_mode == "on" }}{{ thinking_mode }}', "aon", "off"),  # Baichuan M2
+    ],
+)
+def test_each_template_s_name_for_the_switch_of_thinking_is_set(template: str, on: str, off: str) -> None:
+    chat = formatter(template)
+    assert chat.format([USER]).text == ""
+    for options, expected in (
+        (ChatOptions(reasoning_effort="high"), on),
+        (ChatOptions(template_kwargs={"enable_thinking": True}), on),
+        (ChatOptions(template_kwargs={"enable_thinking": False}), off),
+        (ChatOptions(reasoning_effort="none", template_kwargs={"thinking": "x", "thinking_mode": "x"}), "x"),
+    ):
+        assert chat.format([USER], options=options).text == expected
+    assert formatter("{{ enable_thinking }}").format([USER], options=ChatOptions(template_kwargs={"thinking": 1})).text
+
+
 def test_a_variable_that_a_template_lacks_is_named_with_the_field_for_it() -> None:
     chat = formatter("{{ 'Today is ' + datetime }}{{ messages[0].content }}")
     with pytest.raises(InvalidRequestError, match=r"'datetime' is undefined\. .* chat_template_kwargs\.$"):
@@ -188,20 +233,19 @@ def test_variables_may_not_replace_request_fields(name: str) -> None:
     assert caught.value.param == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("renderer", [None, lambda messages, **variables: "".join(sorted(variables))])
-def test_variables_may_have_the_names_of_our_own_arguments(renderer: Any) -> None:
+def test_variables_may_have_the_names_of_our_own_arguments() -> None:
     """Of every function on the way; a name that transformers has for itself is refused."""
     names = {"self", "render", "chat", "template", "variables", "options", "messages", "kwargs", "args", "key"}
     functions = (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template, jinja2.Template.render)
     names |= {name for function in functions for name in inspect.signature(function).parameters}
     taken = 0
     for name in names:
-        chat = ChatFormatter(make_tokenizer(chat_template=f"{{{{ {name} }}}}"), renderer)
+        chat = formatter(f"{{{{ {name} }}}}")
         try:
             text = chat.format([USER], options=ChatOptions(template_kwargs={name: "mine"})).text
         except InvalidRequestError:
             continue
-        assert text == "mine" if renderer is None else name in text
+        assert text == "mine"
         taken += 1
     assert taken >= 6
 
@@ -250,16 +294,23 @@ def test_a_template_in_python_gets_the_messages_and_variables() -> None:
         calls.append({"messages": messages, **variables})
         if messages[0]["role"] == "tool":
             raise AssertionError("tool first")
-        return "the prompt"
+        return json.dumps([messages, variables["tools"]])
 
     tokenizer = make_tokenizer(chat_template=None)
     chat = ChatFormatter(tokenizer, renderer)
-    assistant = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
-    prompt = chat.format([USER, assistant], [TOOL], ChatOptions(template_kwargs={"enable_thinking": True}))
-    assert (prompt.text, tokenizer.decode(prompt.token_ids)) == ("the prompt", "the prompt")
-    assert calls[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a":1}'
-    assert calls[0]["tools"] == [TOOL]
-    assert calls[0]["enable_thinking"] is True
+    options = ChatOptions(reasoning_effort="high", template_kwargs={"mood": "calm"})
+    prompt = chat.format([USER], [TOOL], options)
+    assert prompt.text == json.dumps([[USER], [TOOL]])
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert calls[-1] == {
+        "messages": [USER],
+        "tools": [TOOL],
+        "enable_thinking": True,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+    }
+    chat.format([USER], None, ChatOptions(template_kwargs={"thinking": False}))
+    assert calls[-1]["enable_thinking"] is False
     with pytest.raises(InvalidRequestError, match="tool first"):
         chat.format([{"role": "tool", "content": "x"}])
 

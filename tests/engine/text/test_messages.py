@@ -54,11 +54,6 @@ def test_a_message_is_given_the_form_that_templates_expect(message: dict[str, An
     assert given == {"role": "user", **message}, "the client's own is not changed"
 
 
-def test_arguments_stay_text_where_that_is_asked_for() -> None:
-    (found,) = normalise_messages([{"role": "assistant", "tool_calls": [CALL]}], parses_arguments=False)
-    assert found["tool_calls"] == [CALL]
-
-
 @pytest.mark.parametrize(
     ("message", "where", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.template_repairs import adapt, named_results, short_ids
 from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
+from mlx_server.runtime.models.tool_parsers import find_chat_renderer
 from tests.text_worlds import make_tokenizer
 
 TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}
@@ -138,6 +140,24 @@ def test_every_chat_is_written_whole(name: str) -> None:
         prompt = chat.format(messages, tools, options).text
         lost = [text for text in [*texts_of(messages), *(["look_at"] if tools else [])] if text not in prompt]
         assert not lost, f"{what}: {lost} not in {prompt}"
+
+
+def test_every_chat_is_written_whole_by_a_template_in_python() -> None:
+    """That of DeepSeek V3.2 shows tools in a system message only, takes arguments as text, drops developers' messages,
+    and asks for calls in a format that is not read."""
+    tokenizer = make_tokenizer(special=("<think>", "</think>"), chat_template=None)
+    tokenizer.hf.init_kwargs["chat_template_type"] = "deepseek_v32"
+    chat = ChatFormatter(tokenizer, find_chat_renderer(tokenizer.hf))
+    for (what, (messages, tools)), thinks in itertools.product(CHATS.items(), (True, False)):
+        is_continued = what == "answer to go on with"
+        if is_continued and thinks:
+            continue  # it refuses answers without thoughts after the last question
+        options = ChatOptions(continue_final_message=is_continued, reasoning_effort="high" if thinks else "none")
+        prompt = chat.format(messages, tools, options)
+        lost = [text for text in [*texts_of(messages), *(["look_at"] if tools else [])] if text not in prompt.text]
+        assert not lost, f"{what}: {lost} not in {prompt.text}"
+        assert prompt.opens_reasoning is thinks
+        assert not tools or "DSML" not in prompt.text
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *ELSEWHERE])
