@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 LABEL = "io.mlx-serve.server"
 
-_END_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _RESTART_PAUSE_S = 10
-_FLUSH_S = 10
+_FLUSH_S = 30
+"""What a server may need after its drain: prefixes go to the disk, threads and connections end."""
+_KILL_S = 5
+"""What launchd may need to kill a server."""
 _KEYS = ("api_key", "admin_key")
 _FILES = ("api_key_file", "admin_key_file", "key_file", "tls_cert", "tls_key")
 """Without them, a server needs no key, or sends keys that can be read on the way."""
@@ -43,9 +45,11 @@ _OTHER_VARIABLES = (
     *("MLX_SERVE_CPU_THREADS", "MLX_SERVE_CPU_ISA"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
     *(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_", "METRICS_")),
-    *("SSL_CERT_FILE", *_PROXIES, *map(str.upper, _PROXIES)),
+    *("XDG_CACHE_HOME", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", *_PROXIES, *map(str.upper, _PROXIES)),
 )
 """Of the environment, beside settings: what the server and its libraries read."""
+_PROTECTED = ("~/Documents", "~/Desktop", "~/Downloads", "~/Library/Mobile Documents")
+"""Where macOS lets no service read, unless the user has allowed its interpreter to."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -124,12 +128,15 @@ def run_install(args: argparse.Namespace) -> int:
         raise ServeError("launchd is part of macOS. Elsewhere, give --output to write the agent's file only.")
     path: Path = args.output or agent_path()
     agent = launch_agent(args.serve_options, config, log_folder=expanded("~/Library/Logs"))
+    if args.output is None:
+        _check_places(agent, config)
+        domain, agent["LimitLoadToSessionType"] = _session()
+        end_agent()  # a previous installation
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(plistlib.dumps(agent))
     print(f"{path} is written.")
     if args.output is None:
-        end_agent()  # a previous installation
-        if subprocess.run(launchctl("bootstrap"), check=False).returncode:
+        if subprocess.run(["launchctl", "bootstrap", domain, str(path)], check=False).returncode:
             raise ServeError(f"launchctl did not accept {path}; see above.")
         print(f"The server starts, on {config.server.host}:{config.server.port}. Its log: {agent['StandardErrorPath']}")
     return 0
@@ -155,23 +162,60 @@ def agent_path() -> Path:
     return expanded(f"~/Library/LaunchAgents/{LABEL}.plist")
 
 
-def launchctl(action: str) -> list[str]:
-    """The command that starts (`bootstrap`), stops (`bootout`) or shows (`print`) the agent in the user's session."""
-    domain = f"gui/{os.getuid()}"
-    return ["launchctl", action, *([domain, str(agent_path())] if action == "bootstrap" else [f"{domain}/{LABEL}"])]
-
-
 def end_agent() -> None:
     """Stops the agent if it is running. launchd only asks it to stop, and starts no new one until the old one has
-    ended, so this waits for that."""
-    subprocess.run(launchctl("bootout"), check=False, capture_output=True)
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while _is_known() and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    ended, so this waits for that, or until launchd has killed it."""
+    for domain in _domains():
+        target = f"{domain}/{LABEL}"
+        subprocess.run(["launchctl", "bootout", target], check=False, capture_output=True)
+        if _is_known(target):
+            timeout_s = _exit_timeout_s() + _KILL_S
+            print(f"The running server ends its open streams, which takes up to {timeout_s} s.")
+            deadline = time.monotonic() + timeout_s
+            while _is_known(target) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
 
-def _is_known() -> bool:
-    return subprocess.run(launchctl("print"), check=False, capture_output=True).returncode == 0
+def _exit_timeout_s() -> int:
+    """How long launchd lets the agent live that is installed."""
+    try:
+        return int(plistlib.loads(agent_path().read_bytes())["ExitTimeOut"])
+    except (OSError, ValueError, KeyError, TypeError, plistlib.InvalidFileException):
+        return _FLUSH_S
+
+
+def _domains() -> tuple[str, str]:
+    """launchd's domains of the user: of a session at the desktop, and of what runs without one."""
+    return f"gui/{os.getuid()}", f"user/{os.getuid()}"
+
+
+def _session() -> tuple[str, str]:
+    """The domain in which the agent is to run, and its type of session; without a login at the desktop, over SSH for
+    example, there is only the user's background."""
+    desktop, background = _domains()
+    return (desktop, "Aqua") if _is_known(desktop) else (background, "Background")
+
+
+def _is_known(target: str) -> bool:
+    return subprocess.run(["launchctl", "print", target], check=False, capture_output=True).returncode == 0
+
+
+def _check_places(agent: Mapping[str, Any], config: Config) -> None:
+    """Raises `ServeError` if the agent would need anything that macOS does not let it read: launchd would start it
+    again and again."""
+    variables = {name: value for name, value in agent["EnvironmentVariables"].items() if name != "PATH"}
+    given = [getattr(getattr(config, setting.section), setting.name) for setting in settings()]
+    named = [*agent["ProgramArguments"], *variables.values(), *given, *(entry.model for entry in config.models)]
+    words = [word for text in named if isinstance(text, str) for word in re.split("[:=]", text)]
+    protected = [expanded(folder).resolve() for folder in _PROTECTED]
+    for place in (agent["WorkingDirectory"], __file__, *words):
+        path = Path(os.path.abspath(os.path.expanduser(place)))
+        for folder in protected:
+            if any(each.is_relative_to(folder) for each in (path, path.resolve())):
+                raise ServeError(
+                    f"macOS lets no service read {path.resolve()}, which is in {folder}. Move it to another folder, "
+                    "and install the service from there; `uv tool install .` in the checkout does so with the command."
+                )
 
 
 def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path) -> dict[str, Any]:

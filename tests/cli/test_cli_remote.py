@@ -1,10 +1,9 @@
-"""Commands that talk to a running server, and those that prepare a machine: chat, completion, service."""
+"""Commands that talk to a running server, and completion."""
 
 from __future__ import annotations
 
 import io
 import json
-import plistlib
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_server.cli import chat, serve
+from mlx_server.cli import chat
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import KEY_VARIABLE, RemoteError, RemoteServer
 
@@ -336,151 +335,3 @@ def test_the_script_of_each_shell_is_valid_and_names_what_there_is(shell, capsys
     if shutil.which(shell) is not None:
         checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stderr
-
-
-# --- service ----------------------------------------------------------------------------------------------
-
-
-def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys) -> None:
-    path = tmp_path / "agents" / "agent.plist"
-    options = ["--model", "random:mini", "--port", "9000", "--drain-timeout-s", "12"]
-    assert main(["service", "install", "--output", str(path), "--", *options]) == 0
-    assert str(path) in capsys.readouterr().out
-    agent = plistlib.loads(path.read_bytes())
-    assert agent["Label"] == serve.LABEL
-    assert agent["ProgramArguments"][1:] == ["-P", "-m", "mlx_server", "serve", *options]
-    assert agent["RunAtLoad"] is True
-    assert agent["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent["ExitTimeOut"] > 12
-    assert "MLX_SERVE_HOME" in agent["EnvironmentVariables"]
-    started = subprocess.run([*agent["ProgramArguments"], "--help"], capture_output=True, text=True, check=True)
-    assert "Serves a model over HTTP" in started.stdout
-
-
-def test_the_agent_starts_homebrews_python_by_the_link_that_upgrades_keep(monkeypatch, tmp_path) -> None:
-    lasting = tmp_path / "opt" / "mlx-serve" / "libexec" / "bin" / "python"
-    versioned = tmp_path / "Cellar" / "mlx-serve" / "0.2.0" / "libexec" / "bin" / "python"
-    monkeypatch.setattr(serve.sys, "executable", str(versioned))
-    path = tmp_path / "agent.plist"
-    for is_linked in (False, True):
-        if is_linked:
-            lasting.parent.mkdir(parents=True)
-            lasting.touch()
-        assert main(["service", "install", "--output", str(path)]) == 0
-        (program, *_) = plistlib.loads(path.read_bytes())["ProgramArguments"]
-        assert program == str(lasting if is_linked else versioned)
-
-
-def test_an_interpreter_in_uvs_cache_is_no_place_for_an_agent(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(serve.sys, "executable", str(tmp_path / "archive-v0" / "x9" / "bin" / "python"))
-    path = tmp_path / "agent.plist"
-    assert main(["service", "install", "--output", str(path)]) == 0, "a folder of the user's with such a name"
-    path.unlink()
-    (tmp_path / "CACHEDIR.TAG").touch()  # as uv marks its cache
-    assert main(["service", "install", "--output", str(path)]) == 1
-    assert "uv's cache" in (error := capsys.readouterr().err)
-    assert "uv tool install ." in error
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--prot", "9000"], "unknown argument --prot; did you mean --port? (see `mlx-serve serve --help`)"),
-        (["--port", "99999"], "less than or equal to 65535"),
-        (["--api-key", "secret"], "Every user could read --api-key"),
-    ],
-)
-def test_wrong_options_are_refused_now(tmp_path, capsys, options, reason) -> None:
-    path = tmp_path / "agent.plist"
-    assert main(["service", "install", "--output", str(path), "--", *options]) != 0
-    assert reason in capsys.readouterr().err
-    assert not path.exists()
-
-
-def test_elsewhere_than_on_macos_only_the_file_is_written(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(serve.sys, "platform", "linux")
-    assert main(["service", "install"]) == 1
-    assert "launchd is part of macOS" in capsys.readouterr().err
-
-
-class FakeLaunchd:
-    """Knows one agent. Asked to end it, it takes a while, and accepts no other meanwhile."""
-
-    def __init__(self) -> None:
-        self.actions: list[list[str]] = []
-        self._num_looks_left = 0
-
-    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        _, action, *_ = command
-        is_known = self._num_looks_left > 0
-        if action == "print":
-            self._num_looks_left -= 1
-            return subprocess.CompletedProcess(command, 0 if is_known else 113)
-        self.actions.append(command)
-        if action == "bootout":
-            self._num_looks_left = 2
-        return subprocess.CompletedProcess(command, 5 if action == "bootstrap" and is_known else 0)
-
-
-@pytest.fixture
-def launchd(monkeypatch, tmp_path) -> FakeLaunchd:
-    fake = FakeLaunchd()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(serve, "_POLL_S", 0.001)
-    monkeypatch.setattr(serve.sys, "platform", "darwin")
-    monkeypatch.setattr(serve.subprocess, "run", fake.run)
-    return fake
-
-
-def test_on_macos_the_agent_is_started_and_ended(launchd, tmp_path, capsys) -> None:
-    for _ in range(2):  # the second one takes the first one's place
-        assert main(["service", "install", "--", "--port", "9001"]) == 0
-        assert "127.0.0.1:9001" in capsys.readouterr().out
-    path = serve.agent_path()
-    assert path.is_relative_to(tmp_path)
-    assert [action[1] for action in launchd.actions] == ["bootout", "bootstrap"] * 2
-    assert launchd.actions[1][-1] == str(path)
-    assert main(["service", "uninstall"]) == 0
-    assert not path.exists()
-    assert launchd.actions[-1][1] == "bootout"
-    assert main(["service", "uninstall"]) == 1
-    assert "There is no agent" in capsys.readouterr().err
-
-
-def test_the_agent_has_the_settings_of_this_shell_and_its_folder(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("MLX_SERVE_SERVER_PORT", "9002")
-    monkeypatch.setenv("HF_HOME", "/models/hub")
-    others = {
-        "MLX_SERVE_CPU_THREADS": "2",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
-        "https_proxy": "http://proxy:3128",
-        "SSL_CERT_FILE": "/etc/own.pem",
-    }
-    for name, value in others.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.toml").write_text("[server]\n")
-    assert main(["service", "install", "--output", "agent.plist", "--", "random:mini", "--config", "my.toml"]) == 0
-    agent = plistlib.loads((tmp_path / "agent.plist").read_bytes())
-    environ = agent["EnvironmentVariables"]
-    assert (environ["MLX_SERVE_SERVER_PORT"], environ["HF_HOME"]) == ("9002", "/models/hub")
-    assert others.items() <= environ.items()
-    assert agent["WorkingDirectory"] == str(tmp_path)
-
-
-def test_a_key_of_this_shell_is_not_written_into_the_agent(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame")
-    assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
-    error = capsys.readouterr().err
-    assert "MLX_SERVE_SERVER_API_KEY is set, and every user" in error
-    assert "sesame" not in error
-    assert not (tmp_path / "agent.plist").exists()
-
-
-def test_a_proxys_password_is_not_written_into_the_agent(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setenv("HTTPS_PROXY", "http://ada:sesame@proxy:3128")
-    assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
-    error = capsys.readouterr().err
-    assert "HTTPS_PROXY names a user" in error
-    assert "sesame" not in error
