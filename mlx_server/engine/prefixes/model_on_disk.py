@@ -31,6 +31,7 @@ from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.layers.adapters import merged_adapter
 from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.models.folder import matching
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.runtime.vision import ReadsImages
 from mlx_server.setting import parse_size
@@ -184,7 +185,7 @@ def fingerprint(folder: Path, files: Files) -> str:
     known = _remembered(files)
     digest = xxhash.xxh3_128()
     seen: dict[str, str] = {}
-    for path in sorted({path for pattern in _WEIGHTS_AND_CODE for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in _WEIGHTS_AND_CODE for path in matching(folder, pattern)}):
         stat = path.stat()
         key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
         seen[key] = known.get(key) or _content_digest(path)

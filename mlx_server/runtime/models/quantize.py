@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.blueprint import why_no_vision
-from mlx_server.runtime.models.folder import HUB_FILES, read_headers, read_model_json
+from mlx_server.runtime.models.folder import HUB_FILES, matching, read_headers, read_model_json
 from mlx_server.runtime.models.made_folders import Recipe, made_folder, write_json, write_weights
 from mlx_server.runtime.models.progress import Report
 
@@ -143,6 +143,6 @@ def _others(folder: Path) -> list[Path]:
     """The files that are copied unchanged: tokenizer, templates, settings, code, heads, and modules around the model.
     The folder may hold other things: the same weights in other formats, checkpoints, a repository."""
     inner = [path for pattern in _INNER_FILES for path in folder.glob(pattern)]
-    found = {path for pattern in HUB_FILES if "/" not in pattern for path in folder.glob(pattern)}
+    found = {path for pattern in HUB_FILES if "/" not in pattern for path in matching(folder, pattern)}
     kept = [path for path in found if path.name not in _NOT_COPIED and not path.match("model*.safetensors")]
     return sorted(path for path in (*inner, *kept) if path.is_file())

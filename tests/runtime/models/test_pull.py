@@ -354,6 +354,16 @@ def test_an_unusable_wheel_is_refused(indexed, spoil: Callable[[Path], None], wo
     assert not indexed.kept.exists()
 
 
+def test_companion_files_of_macos_are_no_wheels(indexed):
+    def fetch(requirement: str, file_name: str, folder: Path, report: Report) -> Path:
+        for letter in "abcdefgh":
+            (folder / f"._{letter}.whl").write_bytes(b"attributes")
+        return FETCH(requirement, file_name, folder, report)
+
+    indexed.fetch = fetch
+    assert indexed.pull() == indexed.folder
+
+
 def test_an_index_that_cannot_be_reached_is_named(indexed, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("UV_NO_INDEX")

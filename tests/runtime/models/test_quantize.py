@@ -118,6 +118,7 @@ def test_only_what_belongs_to_the_model_is_copied_and_counted(folder: Path, monk
         "original/a.pth",
         ".git/lfs/b",
         "checkpoint-5/c.json",
+        "._config.json",
     ]
     for name in (*kept, *left):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

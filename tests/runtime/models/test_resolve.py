@@ -15,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
 from mlx_server.runtime.models import resolve
 from mlx_server.runtime.models.blueprint import model_classes
-from mlx_server.runtime.models.folder import missing_parts
+from mlx_server.runtime.models.folder import damaged_files, missing_parts, write_manifest
 from mlx_server.runtime.models.gguf import WeightFormat
 from mlx_server.runtime.models.resolve import resolve_model
 from tests.conformance import Subject
@@ -118,9 +118,19 @@ def test_weights_of_another_format_come_with_the_remedy(tmp_path):
 def test_a_folder_of_gguf_files_names_one_to_serve(tmp_path):
     folder = write_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf")
+    (folder / "._model.Q4_K_M.gguf").write_bytes(b"what macOS keeps beside a file on exFAT")
     assert missing_parts(folder) == [
         f"weights, model*.safetensors (it has GGUF files: serve one of them, {folder / 'model.Q4_K_M.gguf'})"
     ]
+
+
+def test_a_companion_file_of_macos_may_vanish(tmp_path):
+    folder = write_folder(tmp_path)
+    companion = folder / "._config.json"
+    companion.write_bytes(b"attributes")
+    write_manifest(folder)
+    companion.unlink()
+    assert damaged_files(folder) == []
 
 
 def test_a_missing_shard_is_named(tmp_path):
