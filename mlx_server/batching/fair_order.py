@@ -79,6 +79,8 @@ class FairOrder:
         self._running: dict[str, Request] = {}
         self._counted: dict[str, int] = {}  # tokens of each running request when it was counted last
         self._levels: dict[str, int] = {}  # of clients with requests, and of some that have left
+        self._heads: list[Request] | None = None  # the results of `heads` and `first`, until they may change
+        self._first: Request | None = None
 
     def by_client(self) -> Iterator[OrderedRequests]:
         """The requests in order of each client, the oldest first."""
@@ -86,12 +88,15 @@ class FairOrder:
 
     def first(self) -> Request | None:
         """The request to serve next. It stays."""
-        heads = self.heads()
-        return min(heads, key=self.turn) if len(heads) > 1 else heads[0] if heads else None
+        if self._first is None and (heads := self.heads()):
+            self._first = min(heads, key=self.turn)
+        return self._first
 
     def heads(self) -> list[Request]:
         """The oldest request in order of each client."""
-        return [request for of_client in self._by_age.values() if (request := of_client.first()) is not None]
+        if self._heads is None:
+            self._heads = [request for same in self._by_age.values() if (request := same.first()) is not None]
+        return self._heads
 
     def turn(self, request: Request) -> tuple[int, float]:
         """The order of requests: by their clients' levels (0 if one has left), then by age."""
@@ -115,11 +120,13 @@ class FairOrder:
             self._lift(request.client)
             self._by_age[request.client] = OrderedRequests()
         self._by_age[request.client].push(request, key)
+        self._heads = self._first = None
 
     def remove(self, request: Request) -> None:
         """Takes a waiting request out of the order: it is parked, or will not wait any more."""
         of_client = self._by_age[request.client]
         of_client.remove(request)
+        self._heads = self._first = None
         if not of_client:
             del self._by_age[request.client]
 
@@ -146,6 +153,7 @@ class FairOrder:
         num_tokens = _num_tokens(request, num_more)
         self._levels[request.client] += num_tokens - self._counted[request.request_id]
         self._counted[request.request_id] = num_tokens
+        self._first = None
 
     def settle(self) -> None:
         """Counts for all running requests, and forgets clients without requests that have had no more than others."""
@@ -166,13 +174,15 @@ class FairOrder:
         return {request.client for request in self._running.values()}.union(self._num_waiting)
 
     def check_integrity(self) -> None:
-        """Asserts that each client with requests has a level, and that its requests are in order."""
+        """Asserts that each client with requests has a level, that its requests are in order, and whose turn it is."""
         for client, of_client in self._by_age.items():
             of_client.check_integrity()
             assert 0 < len(of_client) <= self._num_waiting[client], "a client's count of waiting requests is wrong"
         assert all(count > 0 for count in self._num_waiting.values()), "a client without requests is kept"
         assert self._running.keys() == self._counted.keys(), "a request is counted that does not run"
         assert self._active() <= self._levels.keys(), "a client has no level"
+        first, self._heads, self._first = self._first, None, None
+        assert first is None or first is self.first(), "it is another request's turn"
 
 
 def by_holdings(running: Sequence[Request]) -> list[Request]:
