@@ -100,12 +100,6 @@ SERIES = {
 }
 
 
-def sample_names() -> list[str]:
-    """The name of one sample of each series, to query in Prometheus."""
-    suffixes = {"gauge": "", "counter": "_total", "histogram": "_count"}
-    return [f"vllm:{name}{suffixes[series.type]}" for name, series in SERIES.items()]
-
-
 def described(scrape: bytes) -> dict[str, Series]:
     """vLLM's series in a scrape, by name without the prefix."""
     found: dict[str, Series] = {}

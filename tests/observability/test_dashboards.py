@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -157,6 +158,19 @@ async def test_promtool_finds_nothing_but_names_that_vllm_chose(scrape: bytes):
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     assert complaints(promtool, scrape) == []
     assert complaints(promtool, b"# TYPE a counter\na 1\n") != []
+
+
+def test_promtool_can_read_what_dashboards_ask(tmp_path: Path):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    panels = [*dashboard_expressions(".*", "1m").values(), *expressions("tiny", "1m").values()]
+    rules = [{"record": f"a:{index}", "expr": expression} for index, expression in enumerate(itertools.chain(*panels))]
+    path = tmp_path / "rules.yml"
+    for more in ([], [{"record": "a:broken", "expr": "rate(a[1m]"}]):
+        path.write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": [*rules, *more]}]}))
+        done = subprocess.run([promtool, "check", "rules", str(path)], capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) == (not more), done.stderr
 
 
 def test_the_prometheus_configuration_scrapes_the_default_port():
