@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tests.structured_schemas import UNSUPPORTED_SCHEMAS, obj
+
 Schema = dict[str, Any]
 Maker = Callable[[random.Random], Schema]
 
@@ -88,16 +90,6 @@ LEAVES: tuple[Maker, ...] = (
 
 def leaf(rng: random.Random) -> Schema:
     return rng.choice(LEAVES)(rng)
-
-
-def obj(properties: dict[str, Any], **more: Any) -> Schema:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-        **more,
-    }
 
 
 def flat(rng: random.Random) -> Schema:
@@ -196,49 +188,17 @@ KINDS: tuple[Maker, ...] = (
 )
 
 
-def no_not(rng: random.Random) -> Schema:
-    return obj({"a": {"not": leaf(rng)}})
-
-
-def unique(rng: random.Random) -> Schema:
-    return {**array(rng), "uniqueItems": True}
-
-
-def conditional(rng: random.Random) -> Schema:
-    return {"if": leaf(rng), "then": {"minLength": 2}}
-
-
-def elsewhere(rng: random.Random) -> Schema:
-    return obj({"a": {"$ref": f"https://example.com/{rng.choice(NAMES[:3])}.json"}})
-
-
-def look_around(rng: random.Random) -> Schema:
-    return {"type": "string", "pattern": f"{rng.choice('abc')}(?=b)"}
-
-
-def impossible(rng: random.Random) -> Schema:
-    low = rng.randint(0, 50)
-    return {"type": "integer", "minimum": low, "maximum": low - 1}
-
-
-REFUSED: tuple[tuple[Maker, str], ...] = (
-    (no_not, "not"),
-    (unique, "uniqueItems"),
-    (conditional, "if"),
-    (elsewhere, "example.com"),
-    (look_around, "look-around"),
-    (impossible, "minimum"),
-)
-
-
 def make_schemas(num: int = 300) -> list[Made]:
     """Schemas of each kind in turn; every tenth must be refused."""
-    refused, kinds = itertools.cycle(REFUSED), itertools.cycle(KINDS)
-    return list(itertools.islice(_made(refused, kinds), num))
+    return list(itertools.islice(_made(), num))
 
 
-def _made(refused: Iterator[tuple[Maker, str]], kinds: Iterator[Maker]) -> Iterator[Made]:
+def _made() -> Iterator[Made]:
+    refused, kinds = itertools.cycle(UNSUPPORTED_SCHEMAS.items()), itertools.cycle(KINDS)
     for index in itertools.count():
-        rng = random.Random(index)
-        maker, reason = next(refused) if index % 10 == 9 else (next(kinds), None)
-        yield Made(f"{index} {maker.__name__.strip('_')}", maker(rng), reason)
+        if index % 10 == 9:
+            name, (schema, reason) = next(refused)
+            yield Made(f"{index} {name}", schema, reason)
+        else:
+            maker = next(kinds)
+            yield Made(f"{index} {maker.__name__.strip('_')}", maker(random.Random(index)), None)

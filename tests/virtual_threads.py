@@ -123,6 +123,11 @@ class VirtualThreads:
             return runner.run(main)
 
 
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, in virtual time from 0."""
+    return VirtualThreads().run(main)
+
+
 class _Thread:
     def __init__(self, threads: VirtualThreads, *, target: Callable[[], None], name: str, daemon: bool) -> None:
         self._threads, self._target = threads, target

@@ -22,7 +22,7 @@ from tests.batching.worlds import (
     make_scheduler,
     step_seconds,
 )
-from tests.virtual_time import run_virtually
+from tests.virtual_threads import run_virtually
 
 BOTH_MODES = pytest.mark.parametrize("is_async", [False, True])
 

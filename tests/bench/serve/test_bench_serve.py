@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from scripted_servers import ScriptedServer, TimedEvents, evenly
-from virtual_time import run_virtually
+from virtual_threads import run_virtually
 
 from mlx_server.bench.serve import command
 from mlx_server.bench.serve.client import CHAT, RequestRecord, StreamClient, Target, Tier

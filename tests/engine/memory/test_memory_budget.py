@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import run_virtually
+from virtual_threads import run_virtually
 
 from mlx_server.config import Config, MemoryConfig, ModelConfig, load_config
 from mlx_server.engine.memory.budget import MemoryBudget

@@ -122,7 +122,7 @@ def test_books_are_checked_at_every_step_and_at_the_end() -> None:
 
 
 def test_a_replay_repeats() -> None:
-    arrivals = list(islice(Traffic(Mix(), 3).bursts(20.0, 10), 300))
+    arrivals = list(islice(Traffic(Mix(), 3).bursts(20.0, 10), 60))
     (first,), (second,) = (as_document({"": simulate(arrivals)}) for _ in range(2))
     del first["host_s"], second["host_s"]
     assert first == second
