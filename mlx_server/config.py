@@ -58,7 +58,6 @@ WHOLE_WEIGHTS: Final = "none"
 
 DEFAULT_MODEL = "smollm2"
 
-
 _Adapters = Annotated[Text, BeforeValidator(joined), BeforeValidator(check_adapter_names), form(parse_adapters)]
 
 
@@ -275,6 +274,7 @@ class ServerConfig:
         None, "most connections at a time; default: what the limit of open files allows", ge=1
     )
     sse_keep_alive_s: float = declare(15.0, "seconds between keep-alive comments on a silent stream; 0: off", ge=0)
+    keep_awake: bool = declare(True, "keep a Mac with an open lid from sleeping while it computes or fetches")
     drain_timeout_s: float = declare(30.0, "longest wait for open streams at shutdown, in seconds", ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = declare("info", "what is logged")
     log_format: Literal["text", "json"] = declare("text", "plain lines, or one JSON object a line")

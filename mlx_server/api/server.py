@@ -30,6 +30,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning
+from mlx_server.api.awake import keep_awake
 from mlx_server.api.http.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGate,
@@ -166,10 +167,15 @@ class _Server:
         if warning is not None:
             logger.warning("%s", warning)
         logger.info("%s", context.keys.admins())
-        watching = asyncio.create_task(watch_revocations(context.keys, context.generations))
-        at_end.callback(watching.cancel)
+        for beside in (watch_revocations(context.keys, context.generations), keep_awake(self._is_busy)):
+            at_end.callback(asyncio.create_task(beside).cancel)
         if context.shared_store is not None:
             await context.shared_store.open()
+
+    def _is_busy(self) -> bool:
+        """Whether there is work, as far as the machine may sleep without it."""
+        at_work = (not (model.is_idle or model.is_down) for model in self._pool.models())
+        return self._settings.keep_awake and (any(at_work) or any(self._context.fetches.running()))
 
     async def _live(self) -> int:
         try:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 
+from mlx_server.api import awake
 from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import Config, PoolConfig, ServerConfig
@@ -54,6 +55,10 @@ def main() -> int:
         engine = ScriptedEngine(state=EngineState.LOADING)
         engine.scenario = scenario
         return fake_pool(engine)
+
+    if program := os.environ.get("STAND_IN_FOR_CAFFEINATE"):
+        awake.is_mac = lambda: True
+        awake._PROGRAM, awake._LOOK_S, awake._LINGER_S = program, 0.01, 0.05
 
     with listen(config.server) as listener:
         return serve(config, [listener], make_pool)
