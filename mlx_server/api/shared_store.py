@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_server.environment import install_command
+from mlx_server.environment import install_command, is_mac
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import parse_store
 
@@ -139,7 +141,9 @@ class SharedStore:
         if not self.is_here:
             return
         self.is_here = False
-        why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else error
+        why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        if is_mac() and os.strerror(errno.EHOSTUNREACH) in why:
+            why += "; macOS may block it: see System Settings > Privacy & Security > Local Network"
         logger.warning(
             "The shared store %s is away (%s): until it is back, limits hold for this server alone, and responses are "
             "kept here",

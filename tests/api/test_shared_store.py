@@ -5,8 +5,10 @@ Minutes pass by their own clock."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -231,6 +233,20 @@ async def test_a_long_answer_keeps_its_seat(fleet: Fleet):
 
 
 # --- a store that is away -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_mac", [True, False])
+async def test_a_network_that_macos_may_block_is_named(monkeypatch, caplog, is_mac: bool):
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    monkeypatch.setattr(shared_store, "is_mac", lambda: is_mac)
+    store = shared_store.SharedStore("redis://192.168.1.5:6379/0")
+    await store.open()
+    await store.close()
+    assert "redis://192.168.1.5:6379/0 is away" in caplog.text
+    assert ("Privacy & Security > Local Network" in caplog.text) == is_mac
 
 
 async def test_a_store_that_goes_and_comes_again(fleet: Fleet, redis: RedisServer, caplog: pytest.LogCaptureFixture):
