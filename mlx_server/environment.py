@@ -1,13 +1,15 @@
-"""The process around the package: the installed version, what installs an extra, the operating system, home folders,
-standard streams, the limit of open files, and environment variables that libraries read on import."""
+"""The process around the package: the installed version, what installs an extra, the operating system, home and cache
+folders, standard streams, the limit of open files, and environment variables that libraries read on import."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import platform
 import resource
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,8 @@ MAX_INPUT = 100_000_000
 """Most characters or bytes of prompts that a command sends to a server."""
 
 _MAX_SETTINGS_BYTES = 1_000_000
+_TMUTIL = "/usr/bin/tmutil"
+_TMUTIL_S = 10.0
 
 
 def version() -> str:
@@ -58,6 +62,17 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # the last is of a NUL in the path
         return False
     return True
+
+
+def make_cache_folder(folder: Path, mode: int = 0o777) -> None:
+    """Makes a folder and its parents, unless it exists, for large files that can be made again: on a Mac, a new one is
+    left out of Time Machine's backups, if the system allows. Waits for that. Raises `OSError`."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    if is_new and is_mac():
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = [_TMUTIL, "addexclusion", str(folder)]
+            subprocess.run(command, check=False, capture_output=True, timeout=_TMUTIL_S)
 
 
 def read_settings(path: Path) -> str:

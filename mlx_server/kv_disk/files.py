@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_server.config import MemoryConfig, home
-from mlx_server.environment import expanded
+from mlx_server.environment import expanded, make_cache_folder
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o600
@@ -37,7 +37,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         """Creates the folder. An existing folder must already belong to this user alone: it may be shared on purpose,
         so its mode is not changed."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_cache_folder(folder, mode=0o700)
         stat = folder.stat()
         if stat.st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user")

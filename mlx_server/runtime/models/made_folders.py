@@ -26,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_server.config import home
+from mlx_server.environment import make_cache_folder
 from mlx_server.errors import DownloadError, InsufficientStorageError, ModelLoadError
 from mlx_server.runtime.models.folder import damaged_files, missing_parts, write_manifest
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, split_names
@@ -184,7 +185,7 @@ def finish(work: Path, folder: Path, record: str, content: Mapping[str, object])
     `record`."""
     write_json(work / record, content)
     write_manifest(work)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder.parent)
     if folder.exists():
         shutil.rmtree(folder)
     os.rename(work, folder)

@@ -1,0 +1,43 @@
+"""What the process asks the system for."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from mlx_server import environment
+from mlx_server.kv_disk.files import Files
+from mlx_server.runtime.models.resolve import resolve_model
+from tests.gguf_files import write_gguf
+
+
+@pytest.fixture
+def tmutil(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file in which a stand-in for macOS's `tmutil` writes its arguments."""
+    program, calls = tmp_path / "tmutil", tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexit 1\n')
+    program.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(environment, "is_mac", lambda: True)
+    monkeypatch.setattr(environment, "_TMUTIL", str(program))
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    return calls
+
+
+def test_what_can_be_made_again_is_left_out_of_backups_once(tmutil: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    for _ in range(2):
+        Files(tmp_path / "home" / "kv-disk")
+        resolve_model(str(tmp_path / "tiny.gguf"))
+        (tmp_path / "tiny.gguf").touch()
+    excluded = [f"addexclusion {tmp_path / 'home' / name}" for name in ("kv-disk", "models")]
+    assert tmutil.read_text().splitlines() == excluded
+
+
+@pytest.mark.parametrize("is_mac", [True, False])
+def test_without_the_program_the_folder_is_made_all_the_same(monkeypatch, tmutil, tmp_path, is_mac) -> None:
+    monkeypatch.setattr(environment, "_TMUTIL", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(environment, "is_mac", lambda: is_mac)
+    assert Files(tmp_path / "kv-disk").entries("") == []
+    assert not tmutil.exists()
