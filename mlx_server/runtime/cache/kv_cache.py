@@ -242,6 +242,12 @@ class ListLayerCache(tuple[Any, ...]):
     def tokens(self) -> list[mx.array]:
         return [token for cache in self if cache.is_recurrent for token in cache.tokens()]
 
+    @property
+    def index_keys(self) -> list[PagedLayerCache]:
+        """Those unlike the first with K/V: by their keys, the layer chooses the tokens that it attends to."""
+        paged = [cache for cache in self if isinstance(cache, PagedLayerCache)]
+        return [cache for cache in paged if cache.spec != paged[0].spec]
+
     def view(self, group: RowGroup) -> Any:
         return ListView(cache.view(group) for cache in self)
 
@@ -263,13 +269,15 @@ class PagedKVCache:
 
     The model gets `layers` as its cache; `paged` and `recurrent` are its leaves. `groups` are layers that share block
     ids, if some layers have a window and blocks of a few layers have equal sizes. Otherwise there is one group that
-    keeps everything, and each layer has its own pool. `PagedLayerCache.place` is an index into `places`.
+    keeps everything, and each layer has its own pool. `PagedLayerCache.place` is an index into `places`. Layers with
+    `index_keys` choose by them the tokens that they attend to.
     """
 
     def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
         self.layers = list(layers)
         self.paged = [cache for cache in leaves(layers) if isinstance(cache, PagedLayerCache)]
         self.recurrent = [cache for cache in leaves(layers) if isinstance(cache, StateLayerCache)]
+        self.index_keys = [keys for layer in layers if isinstance(layer, ListLayerCache) for keys in layer.index_keys]
         self.backend = backend
         self._num_slots = 0
         self.groups, num_parts = _groups_of(self.paged)
@@ -282,12 +290,13 @@ class PagedKVCache:
         return tuple(group.window for group in self.groups)
 
     def quantize(self, bits: KvBits | None) -> None:
-        """From the next allocation on, K/V are stored in `bits`, or unquantised for None. Set a suitable `backend`
-        before. Raises `ConfigError` for dimensions that cannot be quantised."""
+        """From the next allocation on, K/V are stored in `bits`, or unquantised for None; index keys always are. Set a
+        suitable `backend` before. Raises `ConfigError` for dimensions that cannot be quantised."""
+        whole = [layer.pool for layer in self.index_keys]
         for pool in self.pools:
-            pool.quantize(bits)
+            pool.quantize(None if pool in whole else bits)
         for layer in self.paged:
-            layer.quantize(bits)
+            layer.quantize(layer.pool.spec.bits)
 
     @property
     def block_bytes(self) -> int:

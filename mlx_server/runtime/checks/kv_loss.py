@@ -26,6 +26,8 @@ _WARNED_DIVERGENCE, _MAX_DIVERGENCE = 0.1, 0.5
 """Nats above which quantised K/V cause a warning, or are refused. SmolLM2-135M has 0.06 with 4 bits; with useless
 answers it was 1."""
 
+_UNMEASURED = "its layers choose the tokens that they attend to, in contexts longer than the text that is measured"
+
 
 @dataclass(frozen=True, slots=True)
 class KvLoss:
@@ -68,9 +70,12 @@ def all_logits(runner: ModelRunner, token_ids: Sequence[int]) -> mx.array:
 
 def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str) -> Generator[float, None, None]:
     """Stores quantised K/V from now on, in `kv_bits`, read by `backend` (or `auto`). `kv_bits` `auto` chooses the
-    fewest bits that lose too little for a warning, and leaves K/V unquantised if there are none. Logs the loss on fixed
-    tokens. Raises `ModelLoadError` if the loss with explicit bits is too large. MLX thread; yields where other models'
-    steps may run in between."""
+    fewest bits that lose too little for a warning, and leaves K/V unquantised if there are none, or if that cannot be
+    measured. Logs the loss on fixed tokens. Raises `ModelLoadError` if the loss with explicit bits is too large. MLX
+    thread; yields where other models' steps may run in between."""
+    if kv_bits == AUTO_KV and runner.cache.index_keys:
+        logger.info("K/V stay unquantised: %s.", _UNMEASURED)
+        return
     measuring = _Measuring(runner, vocab_size, backend)
     yield 1.0
     if kv_bits == AUTO_KV:
@@ -91,6 +96,8 @@ def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str
         logger.warning("This model's answers get worse: %s. Better: %s.", measured, remedy)
     else:
         logger.info("On fixed tokens, %s.", measured)
+    if runner.cache.index_keys:
+        logger.warning("The loss in long contexts is not measured: %s.", _UNMEASURED)
 
 
 class _Measuring:

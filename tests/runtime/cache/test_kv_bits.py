@@ -249,6 +249,20 @@ def test_auto_leaves_whole_what_cannot_be_quantised(caplog: pytest.LogCaptureFix
     assert "K/V stay unquantised: --kv-bits needs head dimensions that are multiples of 32; one is 16." in caplog.text
 
 
+@pytest.mark.parametrize(("architecture", "has_index"), [("deepseek_v32", True), ("longcat_flash", False)])
+def test_keys_by_which_layers_choose_tokens_stay_whole(
+    architecture: str, has_index: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss of a choice among many tokens shows only in texts longer than those measured."""
+    subject = Subject(architecture, {**config_of(architecture), **WIDER, "index_head_dim": 64})
+    with caplog.at_level(logging.WARNING), subject.make_llm(kv_bits="8") as llm:
+        bits = [cache.spec.bits for cache in llm.engine._parts.runner.cache.paged]
+    assert bits == [KvBits(8, 8), None if has_index else KvBits(8, 8)] * (len(bits) // 2)
+    assert ("not measured: its layers choose the tokens that they attend to" in caplog.text) == has_index
+    with caplog.at_level(logging.INFO), subject.make_llm(kv_bits="auto"):
+        assert ("K/V stay unquantised: its layers choose the tokens" in caplog.text) == has_index
+
+
 def test_blocks_of_other_bits_are_other_blocks_on_disk() -> None:
     layouts = []
     for bits in (None, *map(KvBits.of, FEWER_KV), KvBits(4, 8)):
