@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM = "text/event-stream"
 PIECE_WRITER = "piece_writer"
@@ -82,8 +83,14 @@ def named(event: str, body: Mapping[str, Any]) -> bytes:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """Encodes compact JSON in UTF-8. JSON escapes line ends in strings, so the result is one line."""
-    return _ENCODER.encode(body).encode()
+    """Encodes compact JSON in UTF-8, as one line."""
+    return _one_line(_ENCODER.encode(body))
+
+
+def _one_line(text: str) -> bytes:
+    """Encodes JSON, which escapes the other ends of lines, as one line for Python's clients, too: httpx ends lines
+    where Unicode does."""
+    return (text if text.isascii() else text.translate(_LINE_ENDS)).encode()
 
 
 class Template:
@@ -100,7 +107,7 @@ class Template:
         self._parts = event(_BLANK).split(_ENCODER.encode(_BLANK).encode())
 
     def fill(self, text: str) -> bytes:
-        return encode_basestring(text).encode().join(self._parts)
+        return _one_line(encode_basestring(text)).join(self._parts)
 
 
 def openapi_responses(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:

@@ -33,6 +33,15 @@ async def test_a_silent_stream_is_kept_alive(world: World):
     assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies(text)) == "Hello world"
 
 
+@pytest.mark.parametrize("text", ["plain", "caf\u00e9 \U0001f600", "a\x85b\u2028c\u2029d\x0be\x1cf\ng"])
+async def test_an_event_is_one_line_for_all_clients(text: str):
+    """httpx, which Ollama's client reads lines with, ends them where Unicode does."""
+    template = sse.Template(lambda blank: sse.data({"text": blank}))
+    for event in (sse.data({"text": text}), template.fill(text)):
+        (line, blank) = event.decode().splitlines()
+        assert (json.loads(line.removeprefix("data: ")), blank) == ({"text": text}, "")
+
+
 async def test_keep_alives_can_be_turned_off(world: World):
     world.configure_server(sse_keep_alive_s=0.0)
     world.engine.gate.clear()
