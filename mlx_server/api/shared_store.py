@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_server.environment import install_command, is_mac
@@ -99,20 +99,6 @@ class SharedStore:
     def defer(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> None:
         """Runs the script once the store is back. For callers that got `StoreAwayError`."""
         self._deferred.append((script, keys, args))
-
-    @contextlib.asynccontextmanager
-    async def turn(self, lock: asyncio.Lock) -> AsyncIterator[None]:
-        """Holds the lock. Raises `StoreAwayError` if that takes longer than `CALL_S`, so that callers go on without the
-        store."""
-        try:
-            async with asyncio.timeout(CALL_S):
-                await lock.acquire()
-        except TimeoutError as error:
-            raise StoreAwayError from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     async def close(self) -> None:
         self.is_here = False  # for late callers

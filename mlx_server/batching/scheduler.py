@@ -426,7 +426,9 @@ class ContinuousBatchingScheduler:
         arrives."""
         pause_s = None if self._table.disk is None else self._table.disk.rest_s(now, is_idle=not self._table.requests)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), pause_s)
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
+            async with asyncio.timeout(pause_s):
+                await self._wake.wait()
 
     async def _is_result_first(self, result: asyncio.Future[ModelRunnerOutput]) -> bool:
         """Waits for the result, or for an arrival that may run beside it. Returns whether the result is there."""

@@ -352,7 +352,8 @@ class ModelPool:
         task = self._loads.get(model.name)
         if task is not None:
             await asyncio.sleep(0)  # a task that is cancelled before it starts would run none of its code
-            task.cancel()
+            if not task.cancelling():  # a second time would end the clean-up after the first
+                task.cancel()
             await asyncio.wait((task,))
 
     async def _unload(self, model: PooledModel, drain_timeout_s: float = 0.0) -> None:

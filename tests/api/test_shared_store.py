@@ -331,21 +331,25 @@ async def test_a_seat_counted_by_a_store_that_answered_too_late_is_given_back(
     assert (await second.ask(key)).status_code == 200
 
 
-async def test_who_would_wait_too_long_for_others_goes_on_without_the_store(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
-    store, lock = shared_store.SharedStore(redis.url), asyncio.Lock()
-    async with lock:
-        monkeypatch.setattr(shared_store, "CALL_S", 0.0)
-        with pytest.raises(shared_store.StoreAwayError):
-            async with store.turn(lock):
-                pytest.fail("two at a time")
-        assert store.is_here, "it is the others that take long"
-    monkeypatch.setattr(shared_store, "CALL_S", 60.0)
-    async with store.turn(lock):
-        assert lock.locked()
-    assert not lock.locked()
-    await store.close()
+async def test_a_burst_at_a_store_far_away_passes_no_limit(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    """Each call is within its time, all of them together are not."""
+    (key,) = await fleet.start(max_concurrent_requests=3)
+    (first, _) = fleet.servers
+    run = first.store.run
+
+    async def slow(*args: Any) -> Any:
+        await asyncio.sleep(0.02)
+        return await run(*args)
+
+    monkeypatch.setattr(first.store, "run", slow)
+    monkeypatch.setattr(shared_store, "CALL_S", 0.2)
+    first.engine.gate.clear()
+    asking = [asyncio.create_task(first.ask(key)) for _ in range(20)]
+    await until(lambda: sum(task.done() for task in asking) == 17)
+    assert {task.result().status_code for task in asking if task.done()} == {429}
+    assert first.store.is_here
+    first.engine.gate.set()
+    assert sorted([(await task).status_code for task in asking]) == [200] * 3 + [429] * 17
 
 
 @pytest.mark.parametrize("option", ["socket_timeout=soon", "colour=blue"])

@@ -387,6 +387,34 @@ async def test_how_loads_end_is_counted():
         assert (a.num_loads, b.num_loads) == (1, 0)
 
 
+async def test_a_load_that_is_given_up_twice_is_cleaned_up_first(monkeypatch: pytest.MonkeyPatch):
+    cleaning, may_end, ends = asyncio.Event(), asyncio.Event(), []
+
+    async def start(self: Engine) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await may_end.wait()
+            ends.append(self.name)
+
+    monkeypatch.setattr(Engine, "start", start)
+    async with world_of("a") as world:
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: world.factory.made)
+        await asyncio.sleep(0)
+        unloads = [asyncio.create_task(world.pool.unload("a", 0.0))]
+        await cleaning.wait()
+        unloads.append(asyncio.create_task(world.pool.unload("a", 0.0)))
+        await asyncio.sleep(0.02)
+        assert world.pool.budget.held_bytes > 0, "what is loaded is not freed yet"
+        may_end.set()
+        await asyncio.gather(*unloads)
+        assert ends == ["a"]
+        with pytest.raises(OverloadedError, match="was cancelled"):
+            await waiting
+
+
 async def test_a_load_may_be_given_up_before_it_has_begun():
     async with world_of("a") as world:
         world.factory.gate.clear()

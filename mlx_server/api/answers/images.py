@@ -10,19 +10,21 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import socket
 import ssl
 import stat
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
 import httpx
 
 from mlx_server.config import ServerConfig
-from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_executor
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_daemon_thread, in_executor, shielded
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
@@ -70,6 +72,7 @@ class ImageLoader:
         self._slots = FairSlots(_NUM_THREADS)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="images")
         self._fetches = FairSlots(_NUM_FETCHES)
+        self._look_ups = asyncio.Semaphore(_NUM_FETCHES)
         self._tls: ssl.SSLContext | None = None
         self._held = HeldArrays()
 
@@ -137,7 +140,7 @@ class ImageLoader:
             if self._tls is None:  # reads all authorities' certificates, which takes a tenth of a second and more
                 self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
             async with clock.running():
-                return await fetch(url, self._hosts, self._tls)
+                return await fetch(url, self._hosts, self._tls, self._look_up)
         except TimeoutError:
             raise UnreadableImageError(
                 f"took more than {FETCH_S:g} s to fetch, or {ALL_FETCHES_S:g} s with those before it. Send it as a "
@@ -149,6 +152,16 @@ class ImageLoader:
             ) from error
         finally:
             slot.release()
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        """The addresses of a host. Nothing can end a look-up, which may take half a minute: so it goes on if its client
+        leaves, without the threads that everything else needs and without delaying the process's end, and only
+        `_NUM_FETCHES` run at a time."""
+        await self._look_ups.acquire()
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        looking = asyncio.ensure_future(in_daemon_thread(ask))
+        looking.add_done_callback(lambda _: self._look_ups.release())
+        return [str(sockaddr[0]) for *_, sockaddr in await shielded(looking)]
 
 
 class HeldArrays:
@@ -259,13 +272,17 @@ def _too_large(num_bytes: int) -> UnreadableImageError:
     return UnreadableImageError(f"has {num_bytes:,} bytes or more; {MAX_BYTES:,} are read at most. Send it smaller")
 
 
-async def fetch(url: str, hosts: Collection[str], tls: ssl.SSLContext) -> bytes:
+LookUp = Callable[[str, int], Awaitable[list[str]]]
+"""Finds the addresses of a host for a port. Raises `OSError`."""
+
+
+async def fetch(url: str, hosts: Collection[str], tls: ssl.SSLContext, look_up: LookUp) -> bytes:
     """The bytes at a URL of one of `hosts`, after redirects on that host. Raises `UnreadableImageError`, and what httpx
-    raises."""
+    and `look_up` raise."""
     parsed = _checked(httpx.URL(url), hosts)
     async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=FETCH_S) as client:
         for _ in range(MAX_REDIRECTS + 1):
-            request = await _request(client, parsed)
+            request = await _request(client, parsed, look_up)
             response = await client.send(request, stream=True)
             try:
                 if not response.has_redirect_location:
@@ -296,23 +313,21 @@ def _checked(url: httpx.URL, hosts: Collection[str]) -> httpx.URL:
     return url
 
 
-async def _request(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
+async def _request(client: httpx.AsyncClient, url: httpx.URL, look_up: LookUp) -> httpx.Request:
     """To an address that was looked up and checked here, since a second look-up might give another."""
-    address = await _address(url)
+    address = await _address(url, look_up)
     headers = {"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"}
     return client.build_request(
         "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode("ascii")}
     )
 
 
-async def _address(url: httpx.URL) -> str:
+async def _address(url: httpx.URL, look_up: LookUp) -> str:
     """The host's first address. Raises `UnreadableImageError` if one of its addresses is not public. An allowed host
     that is itself an address, or is localhost, may be private."""
     if url.host == "localhost" or _is_address(url.host):
         return "127.0.0.1" if url.host == "localhost" else url.host
-    port = url.port or (443 if url.scheme == "https" else 80)
-    found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=1)
-    addresses = [str(sockaddr[0]) for *_, sockaddr in found]
+    addresses = await look_up(url.host, url.port or (443 if url.scheme == "https" else 80))
     private = [address for address in addresses if not _is_public(ipaddress.ip_address(address.partition("%")[0]))]
     if private or not addresses:
         raise UnreadableImageError(

@@ -289,7 +289,7 @@ class FleetQuotas(Quotas):
     async def _take(self, share: _Share, demand: Demand) -> _Reply:
         """If the caller is cancelled, the reply is still waited for and booked, since the store may have counted; the
         next report gives back what was granted."""
-        async with self._store.turn(share.lock):
+        async with share.lock:
             calling = self._start(self._call(share, demand))
             try:
                 reply = await shielded(calling)
@@ -311,7 +311,7 @@ class FleetQuotas(Quotas):
     async def _report(self, share: _Share) -> None:
         """Reports what has changed since the last call; nothing while the store is away."""
         with contextlib.suppress(StoreAwayError):
-            async with self._store.turn(share.lock):
+            async with share.lock:
                 if share.has_unreported(self._clock()):
                     await self._call(share, Demand(0, 0))
 

@@ -530,10 +530,10 @@ async def test_hosts_are_compared_exactly(seer: World, gallery: str, url: str):
 async def test_a_name_must_not_lead_into_the_private_network(
     seer: World, gallery: str, address: str, monkeypatch: pytest.MonkeyPatch
 ):
-    async def lookup(host: str, port: int, **_: Any) -> list[Any]:
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
         return [(2, 1, 6, "", ("93.184.216.34", port)), (2, 1, 6, "", (address, port))]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    monkeypatch.setattr(images.socket, "getaddrinfo", look_up)
     seer.configure_server(allowed_media_domains="cats.example")
     port = gallery.rpartition(":")[2]
     response = await seer.chat(messages=user([part(f"http://cats.example:{port}/cat.png")]))
@@ -547,17 +547,39 @@ async def test_a_name_must_not_lead_into_the_private_network(
 @pytest.mark.parametrize(
     "address", ["93.184.216.34", "[2606:4700::1]", "[::ffff:5db8:d822]", "[64:ff9b::5db8:d822]", "[2002:5db8:d822::]"]
 )
-async def test_a_name_is_looked_up_once_and_asked_for_by_name(
-    seer: World, address: str, monkeypatch: pytest.MonkeyPatch
-):
-    async def lookup(host: str, port: int, **_: Any) -> list[Any]:
-        return [(2, 1, 6, "", (address.strip("[]"), port))]
+async def test_a_name_is_looked_up_once_and_asked_for_by_name(address: str):
+    async def look_up(host: str, port: int) -> list[str]:
+        assert (host, port) == ("cats.example", 8443)
+        return [address.strip("[]")]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
     async with images.httpx.AsyncClient() as client:
-        request = await images._request(client, images.httpx.URL("https://cats.example:8443/a?b=c"))
+        request = await images._request(client, images.httpx.URL("https://cats.example:8443/a?b=c"), look_up)
     assert str(request.url) == f"https://{address}:8443/a?b=c"
     assert (request.headers["host"], request.extensions["sni_hostname"]) == ("cats.example:8443", "cats.example")
+
+
+async def test_look_ups_that_hang_take_no_threads_from_others(monkeypatch: pytest.MonkeyPatch):
+    """Clients that leave do not get more of them."""
+    asked, may_answer = [], threading.Event()
+
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        may_answer.wait()
+        raise OSError("no answer")
+
+    monkeypatch.setattr(images.socket, "getaddrinfo", look_up)
+    loader = images.ImageLoader(ServerConfig(allowed_media_domains="cats.example"))
+    for _ in range(2):
+        looking = [asyncio.create_task(loader._look_up("cats.example", 80)) for _ in range(40)]
+        await until(lambda: len(asked) == images._NUM_FETCHES)
+        await asyncio.to_thread(lambda: None)
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
+    assert len(asked) == images._NUM_FETCHES
+    may_answer.set()
+    with pytest.raises(OSError, match="no answer"):
+        await loader._look_up("cats.example", 80)
 
 
 @pytest.fixture
