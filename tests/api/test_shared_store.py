@@ -22,10 +22,13 @@ from mlx_server.api import shared_store
 from mlx_server.api.auth import fleet_quotas
 from mlx_server.api.auth.fleet_quotas import LEASE_S
 from mlx_server.api.auth.key_file import KeyFile
+from mlx_server.api.auth.keys import Caller
+from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.openai.responses import store as kept
 from mlx_server.config import Config
-from mlx_server.errors import ConfigError, OverloadedError
+from mlx_server.errors import ConfigError, OverloadedError, QuotaExceededError
 from mlx_server.fleet import FleetConfig
+from mlx_server.tiers import Tier
 from tests.api.fleets import PROMPT, Fleet, Server
 from tests.api.sse import bodies
 from tests.api.worlds import until
@@ -331,25 +334,36 @@ async def test_a_seat_counted_by_a_store_that_answered_too_late_is_given_back(
     assert (await second.ask(key)).status_code == 200
 
 
-async def test_a_burst_at_a_store_far_away_passes_no_limit(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+async def test_a_burst_at_a_store_far_away_passes_no_limit(redis: RedisServer, monkeypatch: pytest.MonkeyPatch):
     """Each call is within its time, all of them together are not."""
-    (key,) = await fleet.start(max_concurrent_requests=3)
-    (first, _) = fleet.servers
-    run = first.store.run
+    store = shared_store.SharedStore(redis.url)
+    run = store.run
 
     async def slow(*args: Any) -> Any:
         await asyncio.sleep(0.02)
         return await run(*args)
 
-    monkeypatch.setattr(first.store, "run", slow)
+    monkeypatch.setattr(store, "run", slow)
+    caller = Caller("burst", Tier(name="t", max_concurrent_requests=3))
+    here, there = fleet_quotas.FleetQuotas(store), fleet_quotas.FleetQuotas(store)
+
+    async def enter(quotas: fleet_quotas.FleetQuotas) -> bool:
+        try:
+            with await quotas.reserve(caller, Demand()):
+                quotas.check(caller, Demand())
+                quotas.open(caller, Demand())
+        except QuotaExceededError:
+            return False
+        return True
+
+    assert [await enter(there) for _ in range(3)] == [True] * 3
     monkeypatch.setattr(shared_store, "CALL_S", 0.2)
-    first.engine.gate.clear()
-    asking = [asyncio.create_task(first.ask(key)) for _ in range(20)]
-    await until(lambda: sum(task.done() for task in asking) == 17)
-    assert {task.result().status_code for task in asking if task.done()} == {429}
-    assert first.store.is_here
-    first.engine.gate.set()
-    assert sorted([(await task).status_code for task in asking]) == [200] * 3 + [429] * 17
+    assert await asyncio.gather(*(enter(here) for _ in range(20))) == [False] * 20
+    assert store.is_here
+    monkeypatch.setattr(shared_store, "CALL_S", 60.0)
+    for quotas in (here, there):
+        await quotas.close()
+    await store.close()
 
 
 @pytest.mark.parametrize("option", ["socket_timeout=soon", "colour=blue"])
