@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from mlx_server.request import FinishReason
 from tests.batching.worlds import (
     FakeExecutor,
     FakeRunner,
+    FakeStore,
     World,
     chunks,
     expected_tokens,
@@ -300,3 +303,22 @@ async def test_it_can_be_cancelled_with_steps_in_flight() -> None:
     await loop.settle()
     assert reports == []
     assert loop.scheduler.fail_all() == ["r"]
+
+
+def test_a_wake_up_at_the_end_of_its_event_loop_keeps_it_from_nothing() -> None:
+    """`asyncio.run` cancels the loop's task in the turn in which the last block was read or written."""
+
+    async def main() -> None:
+        loop = Loop(is_async=True, store=FakeStore())
+        loop.task = asyncio.create_task(loop.scheduler.run(loop.executor, loop.clock, loop.deliver))
+        loop.scheduler.add_request(make_request("r", 3 * BLOCK_SIZE))
+        await loop.until(lambda: loop.is_done("r"))
+        await loop.settle()
+        assert loop.scheduler.disk is not None
+        assert loop.scheduler.disk.rest_s(loop.now, is_idle=True), "it rests until blocks are to be saved"
+        loop.scheduler.wake()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
