@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ if os.environ.get("TEST_DEVICE") == "cpu":  # on a Mac, too: most equalities her
 for name in [name for name in os.environ if name.startswith("MLX_SERVE_") and name != "MLX_SERVE_HOME"]:
     del os.environ[name]
 
+# A shell that starts the tests behind it has them ignore Ctrl-C, and the commands that they start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 IN_REAL_TIME = ("api", "bench", "cli", "engine", "observability")
 

@@ -228,15 +228,6 @@ def test_what_ignores_the_request_to_end_is_killed(tmp_path):
         assert process.returncode == -signal.SIGKILL
 
 
-@pytest.fixture
-def interruptible():
-    """A shell that starts the tests behind it has them ignore SIGINT, and a child would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_of_a_turn_ends_the_servers(tmp_path, number):
     noted = tmp_path / "pids"
