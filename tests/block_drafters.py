@@ -1,4 +1,5 @@
-"""Folders of tiny block drafters, in the form of their checkpoints, and drafts by mlx-vlm's code for them."""
+"""Folders of tiny block drafters, in the form of their checkpoints, and drafts by mlx-vlm's code for them, or by it and
+what it lacks."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
 from mlx_vlm.speculative.drafters.dflash2 import ModelConfig as SecondConfig
@@ -30,7 +32,8 @@ _SCALED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_
 
 def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The config.json of a drafter for a model with the configuration `target`. The `kind` is "dflash", perhaps with
-    ", causal and sliding" or ", own embeddings", or "dflash2", perhaps with ", scaled"."""
+    ", causal and sliding" or ", own embeddings", or "dflash2", perhaps with ", scaled". "speculators" is the form of
+    vLLM's speculators, with an output matrix for some tokens, biases, and windows, in which rows see no later ones."""
     text = target.get("text_config") or target
     layers = [layer for layer in LAYERS if layer < text["num_hidden_layers"]]
     own: dict[str, Any] = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": layers}
@@ -38,9 +41,10 @@ def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, 
         own |= _SECOND
     if "scaled" in kind:
         own |= _SCALED
-    if "sliding" in kind:
+    if "causal" in kind:
         own["causal"] = True
-    return {
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40}
+    config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "hidden_size": text["hidden_size"],
@@ -55,14 +59,67 @@ def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, 
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
         "max_position_embeddings": 4096,
-        **({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40} if "sliding" in kind else {}),
+        **(windows if "sliding" in kind or kind == "speculators" else {}),
         "dflash_config": own,
         **more,
     }
+    return _as_speculator(config, layers) if kind == "speculators" else config
+
+
+def _as_speculator(config: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+    layer = {**config, "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    for name in ("architectures", "dflash_config", "num_target_layers", "rope_theta", "block_size"):
+        del layer[name]
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layer,
+        "aux_hidden_state_layer_ids": [index + 1 for index in layers],
+        "block_size": config["block_size"],
+        "draft_vocab_size": 120,
+        "mask_token_id": MASK_TOKEN_ID,
+        "sliding_window_non_causal": False,
+    }
+
+
+class _Trimmed(FirstModel):
+    """mlx-vlm's drafter with biases and an output matrix for some tokens. Rows see later ones of their block only in
+    layers without a window, as in vLLM's qwen3_dflash.py."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        own = {"target_layer_ids": [index - 1 for index in config["aux_hidden_state_layer_ids"]]}
+        super().__init__(FirstConfig.from_dict({**config["transformer_layer_config"], **config, **own}))
+        size = config["draft_vocab_size"]
+        self.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
+        for layer in self.layers:
+            attention = layer.self_attn
+            attention.is_causal = attention.is_sliding
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                rows, columns = attention[name].weight.shape
+                attention[name] = nn.Linear(columns, rows)
+        chosen = np.sort(np.random.default_rng(3).permutation(self.config.vocab_size)[:size])
+        self.d2t = mx.array((chosen - np.arange(size)).astype(np.int64))
+
+    def _project_context_kv(self, _: mx.array) -> None:
+        """Without biases, theirs projects for all layers at once."""
+
+    def bind(self, target: Any) -> Any:
+        matrix = self.lm_head
+        super().bind(target)
+        self.lm_head = matrix
+        return self
+
+    def draft_block(self, *args: Any) -> mx.array:
+        drafts = super().draft_block(*args)
+        return drafts + self.d2t[drafts]
 
 
 def their_drafter(config: dict[str, Any], seed: int = 3) -> Any:
     """mlx-vlm's drafter with random weights."""
+    if "speculators_model_type" in config:
+        trimmed = _Trimmed(config)
+        trimmed.load_weights(list({**random_weights(trimmed, seed), "d2t": trimmed.d2t}.items()))
+        return trimmed
     is_second = "selector_rank" in config["dflash_config"]
     model = (
         DFlash2DraftModel(SecondConfig.from_dict(config)) if is_second else FirstModel(FirstConfig.from_dict(config))

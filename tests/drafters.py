@@ -98,9 +98,9 @@ def change_tensor(folder: str, name: str, change: Callable[[mx.array], mx.array 
     mx.save_safetensors(path, weights if changed is None else {**weights, name: changed})
 
 
-def quantize(model: nn.Module, kind: type[nn.Module] = nn.Module) -> dict[str, int]:
+def quantize(model: nn.Module, kind: type[nn.Module] = nn.Module, mode: str = "affine") -> dict[str, Any]:
     """Quantises the modules of a `kind` that can be; returns the settings for a config.json."""
-    settings = {"group_size": 32, "bits": 4}
+    settings: dict[str, Any] = {"group_size": 32, "bits": 4, "mode": mode}
 
     def can_be(_: str, module: Any) -> bool:
         return isinstance(module, kind) and hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0

@@ -118,7 +118,7 @@ class ModelForward:
         """Logits `[len(rows), vocabulary]` of `rows`. Lazy. `plans` has one plan for each layer group, and `owners`
         `[T]` the index of each row's adapter; None if no row has one. `take_hidden` returns the hidden states of
         `hidden_rows`. `images` are the step's image rows. Rows of one of the `blocks` `[S, 2]` (first and last row,
-        exclusive) see each other, as those of images do in some models."""
+        exclusive) see each other in layers without a window, as those of images do in some models."""
         self.num_calls = 0
         spans = blocks if images is None else images.spans
         if spans is not None and len(spans):
@@ -131,7 +131,7 @@ class ModelForward:
                     "images that only layers with a window see both ways, where all layers share blocks"
                 )
             plans = [
-                plan.with_spans(spans) if window or not in_windows else plan
+                plan.with_spans(spans) if (not window if images is None else window or not in_windows) else plan
                 for plan, window in zip(plans, windows, strict=True)
             ]
         self._images = images

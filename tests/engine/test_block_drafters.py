@@ -45,7 +45,7 @@ _PROMPTS = random_prompts((30, 66, 25, 20))
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(
     ("kind", "architecture"),
-    [*((kind, "qwen3") for kind in (*_KINDS, "dflash2, scaled")), ("dflash, own embeddings", "llama")],
+    [*((kind, "qwen3") for kind in (*_KINDS, "dflash2, scaled", "speculators")), ("dflash, own embeddings", "llama")],
 )
 def test_drafts_are_those_of_mlx_vlm(
     kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,7 +71,7 @@ def _answers(target: str, **settings: Any) -> tuple[list[tuple[int, ...]], Engin
 @pytest.mark.parametrize(
     ("kind", "architecture"),
     [
-        *[(kind, "qwen3") for kind in _KINDS],
+        *[(kind, "qwen3") for kind in (*_KINDS, "speculators")],
         *[("dflash", architecture) for architecture in ("llama", "qwen3_moe", "gemma3_text", "gpt_oss")],
     ],
 )
@@ -185,6 +185,9 @@ def test_a_drafter_that_fails_stops_drafting_and_leaves_the_model_as_it_was(
         ({"intermediate_size": 40}, "shape"),
         ({"rope_is_neox_style": False}, "rope_is_neox_style"),
         ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"projector_type": "domino"}, "its projector_type is domino, which is not supported"),
+        ({"hidden_act": "gelu"}, "its hidden_act is gelu, which is not supported"),
+        ({"draft_vocab_size": 100}, "it has no lm_head for its 100 of the model's 320 tokens"),
         ({"mask_token_id": 320}, "mask_token_id 320"),
         ({"conv_kernel_size": 3}, "Cannot load .* to draft for"),
         ({"target_layer_ids": [0, 3]}, r"it reads layers \[0, 3\], the model has 3; take the drafter made for"),

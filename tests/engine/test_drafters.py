@@ -17,12 +17,14 @@ from tests import assistants, block_drafters, eagles
 
 _FOLDERS: dict[str, Callable[[Path], tuple[str, str]]] = {
     "dflash": lambda path: block_drafters.folders(path, "dflash")[:2],
+    "dflash of speculators": lambda path: block_drafters.folders(path, "speculators")[:2],
     "speculators": lambda path: eagles.folders(path, "speculators")[:2],
     "sglang": lambda path: eagles.folders(path, "sglang")[:2],
     "assistant": lambda path: assistants.folders(path, "gemma4"),
 }
 _NUMBERS_KEPT = {
     "dflash": HELD_FEATURES * 64,  # of one of four requests
+    "dflash of speculators": HELD_FEATURES * 64,
     "speculators": 4 * HELD_STATES * 64,
     "sglang": 4 * HELD_STATES * 64,
     "assistant": 4 * HELD_BY_ASSISTANTS * 96,
@@ -70,3 +72,14 @@ def test_its_memory_is_estimated_with_what_is_kept_of_requests(kind: str, tmp_pa
             assert draft.kv_bytes - draft.state_bytes < 4096, "its blocks take no memory"
         else:
             assert estimated >= draft.kv_bytes
+
+
+def test_a_drafter_quantised_otherwise_is_refused(tmp_path: Path) -> None:
+    target, drafter = _FOLDERS["speculators"](tmp_path)
+    path = Path(drafter) / "config.json"
+    packed = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **packed}))
+    with pytest.raises(
+        ModelLoadError, match="its weights are quantised with compressed-tensors; take them unquantised"
+    ):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128)

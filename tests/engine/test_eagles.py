@@ -18,7 +18,7 @@ from tests.architectures import config_of
 from tests.device_memory import active_bytes
 from tests.drafted_answers import answers_in_small_pool, record_drafts
 from tests.drafters import change_tensor, quantize
-from tests.eagles import KINDS, eagle_config, folders, save_eagle, their_drafts, their_eagle
+from tests.eagles import KINDS, eagle_config, folders, save_eagle, simple_folders, their_drafts, their_eagle
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
 from tests.tiny_models import byte_tokenizer, save_model_folder
@@ -67,6 +67,19 @@ def test_random_drafters_change_no_answer(kind: str, architecture: str, tmp_path
 
 
 @pytest.mark.usefixtures("always_drafts")
+def test_a_drafter_that_knows_the_model_is_always_right(tmp_path: Path) -> None:
+    """At any temperature: it draws with the model's noise, also among fewer tokens."""
+    target, drafter = simple_folders(tmp_path / "a")
+    sampling = [SamplingParams(max_tokens=40, temperature=0.7 * (n % 2), seed=n, ignore_eos=True) for n in range(4)]
+    with LLM(target, speculate="model", draft_model=drafter, max_model_len=128, max_draft_tokens=5) as llm:
+        for done in llm.generate(_PROMPTS, sampling, use_tqdm=False):
+            assert set(done.token_ids) == {7}
+        stats = llm.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
+    assert stats.num_generated_tokens > 2.5 * stats.num_model_calls
+
+
+@pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_k25"])
 def test_a_drafter_reads_layers_of_any_kind(architecture: str, tmp_path: Path) -> None:
     config = stored_config(config_of(architecture))
@@ -101,17 +114,25 @@ def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
             r"it reads the inputs of layers \[1, 2, 4\], the model has 3",
         ),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "it reads 2 layers, not 3"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2]},
+            "its fc reads 192 numbers, 2 of the model's layers have 128",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"it reads the inputs of layers \[1, 1, 2\]"),
         ({"norm_before_fc": True}, "Cannot load .* to draft for"),
         ({"hidden_act": "gelu"}, "its hidden_act is gelu; only drafters with silu are supported"),
+        ({"kv_lora_rank": 16}, r"its layers have latent attention \(MLA\), which is not supported"),
+        ({"num_local_experts": 8}, "its layers have experts, which is not supported"),
+        ({"use_aux_hidden_state": False}, "it reads only the model's last hidden state, as EAGLE 1 and 2 do"),
+        ({"layer_types": ["full_attention"] * 2}, "its layer_types has 2 entries for 1 layers"),
+        ({"speculators_model_type": "peagle"}, "it is a drafter of the kind peagle; of speculators, eagle3 and dflash"),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     target, drafter, _, _ = folders(tmp_path / "a", "speculators")
     path = Path(drafter) / "config.json"
     config = json.loads(path.read_text())
-    layer = config["transformer_layer_config"] | {"hidden_act": "silu"}
+    layer = config["transformer_layer_config"] | {"hidden_act": "silu", "layer_types": ["full_attention"]}
     changed = {"transformer_layer_config": {name: changes.get(name, value) for name, value in layer.items()}}
     path.write_text(json.dumps({**config, **changed, **changes}))
     with pytest.raises(ModelLoadError, match=reason):

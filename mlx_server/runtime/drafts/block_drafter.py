@@ -3,16 +3,17 @@ computed (DFlash, Chen et al. 2026, arXiv:2602.06036, and DFlash 2).
 
 The model's *features* of a position are the outputs of a few of its layers there, one after the other, projected to one
 hidden state. The drafter has K and V of the features of all earlier positions, and computes a block: the last known
-token, and a mask in place of each token to draft. All rows of a block see each other.
+token, and a mask in place of each token to draft. All rows of a block see each other, except in layers with a window if
+the drafter was trained so.
 
     tokens 0 to 40 are known; the model has computed 0 to 39
     K/V       features of positions 0 to 39, and the block's own
     block     token 40, mask, mask, mask    at positions 40 to 43
     drafts    41, 42, 43                    from the rows of the masks
 
-Embedding and output matrix are the model's; some drafters have embeddings of their own. In DFlash 2, a convolution over
-the earlier rows of a block stands before and after attention and MLP; its kernel depends on the row. And of the most
-likely tokens of each row, the one that best follows the draft before it is chosen (`CandidateSelector`).
+Embedding and output matrix are the model's; some drafters have their own (`OutputModel`). In DFlash 2, a convolution
+over the earlier rows of a block stands before and after attention and MLP; its kernel depends on the row. And of the
+most likely tokens of each row, the one that best follows the draft before it is chosen (`CandidateSelector`).
 """
 
 from __future__ import annotations
@@ -24,31 +25,45 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base, qwen3
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_server.runtime.drafts.drafter import BuiltDrafter, Weights, check_sizes
-from mlx_server.runtime.drafts.heads import DrafterModel, HeadLink, body_name, layers_of, link_to, text_part
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, OutputModel, Weights, add_biases, check_sizes
+from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, text_part
 from mlx_server.runtime.drafts.layer_taps import calls_each_once
+from mlx_server.runtime.models.folder import SLIDING, block_layers
 from mlx_server.runtime.models.loader import LoadedModel
 
-_SLIDING = "sliding_attention"
-
-_ONLY = (("rope_is_neox_style", True), ("attention_sink_bias", False), ("sample_from_anchor", False))
+_ONLY = (
+    ("hidden_act", "silu"),
+    ("rope_is_neox_style", True),
+    ("attention_sink_bias", False),
+    ("add_swa_attention_sink_bias", False),
+    ("use_swa", False),
+    ("projector_type", "dflash"),
+    ("shift_label", False),
+    ("sample_from_anchor", False),
+)
 """Settings that would need other code, and the values that do not."""
+
+_CAUSAL = ("is_causal", "causal", "dflash_query_causal")
+"""Names of the setting that says of all layers whether a row sees only the rows of its block before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """What a drafter's config.json says. `plain` are the arguments of mlx-lm's Qwen3, whose layers drafters have.
-    `windows` has the window of each layer, None for all. A kernel or rank of 0 means that there is none."""
+    `windows` has the window of each layer, None for all, and `causal` whether its rows see no later row of their block.
+    A kernel or rank of 0 means that there is none."""
 
     plain: qwen3.ModelArgs
+    attention_bias: bool
     windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    draft_vocab_size: int
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    is_causal: bool
     softcap: float | None
     input_scale: float
     output_scale: float
@@ -60,20 +75,24 @@ class BlockShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BlockShape:
         """Raises `KeyError`, `TypeError` or `ValueError` for a configuration of another kind."""
-        given = {**config, **config["dflash_config"]}
-        plain = qwen3.ModelArgs.from_dict({"tie_word_embeddings": True, **given})
-        kinds = given.get("layer_types") or [""] * plain.num_hidden_layers
+        given = block_layers(config)
+        plain = qwen3.ModelArgs.from_dict(given)
+        slide = [kind == SLIDING for kind in given.get("layer_types") or [""] * plain.num_hidden_layers]
         for name, known in _ONLY:
             if given.get(name) not in (None, known):
                 raise ValueError(f"its {name} is {given[name]}, which is not supported")
+        said = next((bool(given[name]) for name in _CAUSAL if given.get(name) is not None), None)
+        in_windows = not given.get("sliding_window_non_causal", False)
         return cls(
             plain=plain,
+            attention_bias=bool(given.get("attention_bias")),
             target_layer_ids=tuple(int(layer_id) for layer_id in given["target_layer_ids"]),
-            windows=tuple(int(given["sliding_window"]) if kind == _SLIDING else None for kind in kinds),
+            windows=tuple(int(given["sliding_window"]) if slides else None for slides in slide),
+            causal=tuple(slides and in_windows if said is None else said for slides in slide),
+            draft_vocab_size=int(given.get("draft_vocab_size") or plain.vocab_size),
             block_size=int(given["block_size"]),
             mask_token_id=int(given["mask_token_id"]),
             num_target_layers=given.get("num_target_layers"),
-            is_causal=bool(given.get("causal", given.get("dflash_query_causal", False))),
             softcap=given.get("final_logit_softcapping"),
             input_scale=float(given.get("input_embedding_scale", 1.0)),
             output_scale=float(given.get("output_multiplier", 1.0)),
@@ -156,6 +175,8 @@ class BlockLayer(qwen3.TransformerBlock):  # type: ignore[misc]
 
     def __init__(self, shape: BlockShape, window: int | None) -> None:
         super().__init__(shape.plain)
+        if shape.attention_bias:
+            add_biases(self.self_attn)
         self.window, self.head_dim = window, shape.plain.head_dim
         if shape.conv_kernel_size:
             self.attention_conv = BlockConvolution(shape)
@@ -275,7 +296,7 @@ class BlockBody(nn.Module):  # type: ignore[misc]
         return features
 
 
-class BlockModel(DrafterModel):
+class BlockModel(OutputModel):
     """A drafter."""
 
     model: BlockBody
@@ -284,11 +305,18 @@ class BlockModel(DrafterModel):
         shape, link = self.model.shape, self.model.link
         hidden = self.model(inputs, cache or self.make_cache())
         link.carried = None if link.rows is None else hidden
-        logits: mx.array = link.output(hidden) * shape.output_scale
-        return logits if shape.softcap is None else mx.tanh(logits / shape.softcap) * shape.softcap
+        logits = self.own_logits(hidden) * shape.output_scale
+        return self.spread(logits if shape.softcap is None else mx.tanh(logits / shape.softcap) * shape.softcap)
 
     def make_cache(self) -> list[Any]:
-        return [KVCache() for _ in self.layers]  # a layer's window is in its mask
+        """A layer's window is in its mask. Only if not all layers are causal, those that are have it in their cache,
+        too, and so a plan of their own, in which rows do not see later ones."""
+        shape = self.model.shape
+        is_mixed = len({*shape.causal}) > 1
+        return [
+            RotatingKVCache(max_size=window) if is_mixed and is_causal else KVCache()
+            for window, is_causal in zip(shape.windows, shape.causal, strict=True)
+        ]
 
 
 def read_block_drafter(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
@@ -298,16 +326,21 @@ def read_block_drafter(config: Mapping[str, Any], stored: Weights, target: Loade
     _check_fit(shape, target)
     owner = text_part(target.model)
     own = link_to(owner)
-    weights = {f"model.{_own_name(name)}": array for name, array in stored.items()}
+    weights = {_own_name(name): array for name, array in stored.items() if not name.startswith(("t2d", "verifier_"))}
     embeds = "model.embed_tokens.weight" in weights
     scale = 1.0 if embeds else float(getattr(getattr(owner, body_name(owner)), "embed_scale", 1.0))
     link = BlockLink(own.embed, own.output, own.last_norm, scale=shape.input_scale * scale)
-    return BuiltDrafter(BlockModel(BlockBody(shape, link, embeds=embeds), str(config["model_type"])), weights, config)
+    body = BlockBody(shape, link, embeds=embeds)
+    model = BlockModel(body, "qwen3", shape.plain.hidden_size, target.vocab_size)
+    weights = model.take_output(weights, shape.draft_vocab_size, is_tied=False)
+    return BuiltDrafter(model, weights, block_layers(config))
 
 
 def _own_name(name: str) -> str:
     name = name.removeprefix("model.")
-    return f"{name}.weight" if name.endswith("_codebook") else name
+    if name == "d2t" or name.startswith("lm_head."):
+        return name
+    return f"model.{name}.weight" if name.endswith("_codebook") else f"model.{name}"
 
 
 def _check_fit(shape: BlockShape, target: LoadedModel) -> None:

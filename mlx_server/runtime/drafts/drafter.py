@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.drafts.heads import DrafterModel, quantize_as_stored
+from mlx_server.runtime.drafts.heads import DrafterModel, quantize_as_stored, scattered
 from mlx_server.runtime.models.folder import read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
@@ -44,6 +45,9 @@ def load_drafter(read: ReadDrafter, name: str, folder: Path, target: LoadedModel
 def _build(read: ReadDrafter, folder: Path, target: LoadedModel) -> tuple[DrafterModel, Mapping[str, Any]]:
     """The model, and the configuration of its layers."""
     config = read_model_json(folder / "config.json")
+    others = config.get("quantization_config") or {}
+    if method := others.get("quant_method"):
+        raise ValueError(f"its weights are quantised with {method}; take them unquantised, or quantised by MLX")
     stored: Weights = {}
     for path in sorted(folder.glob("model*.safetensors")):
         stored |= cast(Weights, mx.load(str(path)))
@@ -55,6 +59,63 @@ def _build(read: ReadDrafter, folder: Path, target: LoadedModel) -> tuple[Drafte
         model.set_dtype(model.model.link.last_norm().weight.dtype)
     model.eval()
     return model, layers
+
+
+class OutputModel(DrafterModel):
+    """A drafter with an output matrix of its own, perhaps for the most frequent tokens only, `d2t` more than the place
+    of each; or with its embeddings or the model's output matrix in place of one."""
+
+    def __init__(self, body: nn.Module, model_type: str, size: int, vocab_size: int) -> None:
+        """`size` is that of the body's hidden states, `vocab_size` the model's."""
+        super().__init__(body, model_type)
+        self._size, self._vocab_size = size, vocab_size
+        self._is_tied = False
+
+    def take_output(self, weights: Weights, num_tokens: int, *, is_tied: bool) -> Weights:
+        """Makes the output for `num_tokens` as the `weights` have it; returns those to load. An `is_tied` drafter with
+        embeddings and no matrix has the embeddings. Raises `ValueError` if there are none for fewer tokens than the
+        model's, or `d2t` names tokens that it does not have."""
+        if "lm_head.weight" in weights:
+            self.lm_head = nn.Linear(self._size, num_tokens, bias=False)
+        elif num_tokens != self._vocab_size:
+            raise ValueError(f"it has no lm_head for its {num_tokens} of the model's {self._vocab_size} tokens")
+        self._is_tied = is_tied and "embed_tokens" in self.model
+        if num_tokens == self._vocab_size:
+            return {name: array for name, array in weights.items() if name != "d2t"}
+        self.d2t = mx.zeros((num_tokens,), mx.int32)
+        return {**weights, "d2t": self._checked(weights.get("d2t", self.d2t).astype(mx.int32))}
+
+    def own_logits(self, hidden: mx.array) -> mx.array:
+        """Logits of the drafter's own tokens for hidden states `[..., D]`."""
+        if "lm_head" in self:
+            logits: mx.array = self.lm_head(hidden)
+        else:
+            logits = (self.model.embed_tokens.as_linear if self._is_tied else self.model.link.output)(hidden)
+        return logits
+
+    def spread(self, logits: mx.array) -> mx.array:
+        """`own_logits` at their places among all tokens; those of all others are less."""
+        if "d2t" not in self:
+            return logits
+        tokens = mx.arange(self.d2t.size, dtype=mx.int32) + self.d2t
+        return scattered(logits, mx.broadcast_to(tokens, logits.shape), self._vocab_size)
+
+    def _checked(self, d2t: mx.array) -> mx.array:
+        """Raises `ValueError` if it names tokens that the model does not have: MLX would write there."""
+        tokens = mx.arange(d2t.size, dtype=mx.int32) + d2t
+        least, most = int(tokens.min()), int(tokens.max())
+        if least < 0 or most >= self._vocab_size:
+            raise ValueError(
+                f"its d2t names tokens {least} to {most}, the model has {self._vocab_size}; fetch it again"
+            )
+        return d2t
+
+
+def add_biases(attention: nn.Module) -> None:
+    """Gives the projections of an attention module biases."""
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        rows, columns = attention[name].weight.shape
+        attention[name] = nn.Linear(columns, rows, bias=True)
 
 
 def check_sizes(kind: str, sizes: Mapping[str, tuple[object, object]]) -> None:

@@ -9,8 +9,9 @@ after the other, projected to one hidden state. The first layer reads both side 
     hidden = features + attention(x), then the MLP
     logits of token i + 2 = output matrix(norm(hidden))
 
-For later tokens it reads its own hidden state instead, in EAGLE 3.1 (`norm_output`) after the norm. Most drafters have
-an output matrix of their own for the most frequent tokens only, `d2t` more than the place of each.
+For later tokens it reads its own hidden state instead. EAGLE 3.1 normalizes the input of each of the three layers
+(`fc_norm`) and the hidden state that it reads (`norm_output`). Layers are those of Llama, or with norms of queries and
+keys those of Qwen3. Most drafters have an output matrix of their own for the most frequent tokens only (`OutputModel`).
 """
 
 from __future__ import annotations
@@ -21,54 +22,84 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from mlx_server.runtime.drafts.drafter import BuiltDrafter, Weights, check_sizes
-from mlx_server.runtime.drafts.heads import DrafterModel, HeadLink, layers_of, link_to, scattered, text_part
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, OutputModel, Weights, add_biases, check_sizes
+from mlx_server.runtime.drafts.heads import HeadLink, layers_of, link_to, text_part
 from mlx_server.runtime.drafts.layer_taps import calls_each_once
-from mlx_server.runtime.models.folder import eagle_layers
+from mlx_server.runtime.models.folder import SLIDING, eagle_layers
 from mlx_server.runtime.models.loader import LoadedModel
 
-_NUM_TAPPED = 3
+_USUAL = 3
+"""Layers that are read if a config.json names none."""
+
+_UNSUPPORTED = (
+    ("kv_lora_rank", "its layers have latent attention (MLA)"),
+    ("num_experts", "its layers have experts"),
+    ("num_local_experts", "its layers have experts"),
+    ("parallel_drafting", "it drafts all tokens in parallel (P-EAGLE)"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
     """What a drafter's config.json says, in the form of vLLM's speculators or of SGLang. `plain` are the arguments of
-    mlx-lm's Llama, whose layers drafters have. `layer_ids` are the layers of the model whose inputs are read, as
-    speculators name them; None for the usual ones. SGLang's `eagle_config` names the layers before them, whose outputs
-    these are."""
+    mlx-lm's Llama, whose layers drafters have, perhaps with `has_head_norms`, as in Qwen3. `layer_ids` are the layers
+    of the model whose inputs are read, as speculators name them; None for the usual ones. SGLang's `eagle_config` names
+    the layers before them, whose outputs these are. `windows` has the window of each layer of the drafter, None for
+    all."""
 
     plain: llama.ModelArgs
+    has_head_norms: bool
+    windows: tuple[int | None, ...]
     draft_vocab_size: int
     target_hidden_size: int | None
     layer_ids: tuple[int, ...] | None
     norm_before_residual: bool
     norm_before_fc: bool
+    fc_norm: bool
     norm_output: bool
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> EagleShape:
+    def of(cls, config: Mapping[str, Any], *, has_head_norms: bool = False) -> EagleShape:
         """Raises `KeyError`, `TypeError` or `ValueError` for a configuration of another kind."""
+        if (kind := config.get("speculators_model_type") or "eagle3") != "eagle3":
+            raise ValueError(f"it is a drafter of the kind {kind}; of speculators, eagle3 and dflash are supported")
         layers = eagle_layers(config)
         if (activation := layers.get("hidden_act") or "silu") != "silu":
             raise ValueError(f"its hidden_act is {activation}; only drafters with silu are supported")
-        plain, own = llama.ModelArgs.from_dict(layers), config.get("eagle_config") or {}
+        own = config.get("eagle_config") or {}
         more, name = {**config, **own}, "eagle_aux_hidden_state_layer_ids"
+        for setting, what in _UNSUPPORTED:
+            if layers.get(setting) or more.get(setting):
+                raise ValueError(f"{what}, which is not supported")
+        if not more.get("use_aux_hidden_state", True):
+            raise ValueError("it reads only the model's last hidden state, as EAGLE 1 and 2 do; EAGLE-3 is supported")
+        plain = llama.ModelArgs.from_dict(layers)
+        plain.head_dim = plain.head_dim or plain.hidden_size // plain.num_attention_heads
+        if len(plain.layer_types) != plain.num_hidden_layers:
+            raise ValueError(
+                f"its layer_types has {len(plain.layer_types)} entries for {plain.num_hidden_layers} layers"
+            )
         layer_ids = config.get(name) or [int(layer_id) + 1 for layer_id in own.get(name) or ()]
-        if layer_ids and len(layer_ids) != _NUM_TAPPED:
-            raise ValueError(f"it reads {len(layer_ids)} layers, not {_NUM_TAPPED}")
         return cls(
             plain=plain,
+            has_head_norms=has_head_norms,
+            windows=tuple(plain.sliding_window if kind == SLIDING else None for kind in plain.layer_types),
             draft_vocab_size=int(more.get("draft_vocab_size") or plain.vocab_size),
             target_hidden_size=more.get("target_hidden_size"),
             layer_ids=tuple(int(layer_id) for layer_id in layer_ids) or None,
             norm_before_residual=bool(more.get("norm_before_residual", "transformer_layer_config" in config)),
             norm_before_fc=bool(more.get("norm_before_fc")),
+            fc_norm=bool(more.get("fc_norm")),
             norm_output=bool(more.get("norm_output") or more.get("return_hidden_post_norm")),
         )
+
+    @property
+    def num_tapped(self) -> int:
+        return len(self.layer_ids or ()) or _USUAL
 
     def tapped(self, num_layers: int) -> list[int]:
         """The layers of a model with `num_layers` whose outputs are read: the inputs of the layers after them."""
@@ -76,15 +107,26 @@ class EagleShape:
         return [layer_id - 1 for layer_id in layer_ids]
 
 
-class EagleLayer(llama.TransformerBlock):  # type: ignore[misc]
+class EagleBlock(llama.TransformerBlock):  # type: ignore[misc]
+    """A layer, whose attention reads rows of `size` numbers."""
+
+    def __init__(self, shape: EagleShape, size: int) -> None:
+        plain = shape.plain
+        super().__init__(plain)
+        if shape.has_head_norms:
+            self.self_attn = qwen3.Attention(plain)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.self_attn[name] = nn.Linear(size, self.self_attn[name].weight.shape[0], bias=False)
+        if plain.attention_bias:
+            add_biases(self.self_attn)
+
+
+class EagleLayer(EagleBlock):
     """The first layer, whose attention reads embeddings and hidden states side by side."""
 
     def __init__(self, shape: EagleShape) -> None:
         plain = shape.plain
-        super().__init__(plain)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            size, bias = self.self_attn[name].weight.shape[0], plain.attention_bias
-            self.self_attn[name] = nn.Linear(2 * plain.hidden_size, size, bias=bias)
+        super().__init__(shape, 2 * plain.hidden_size)
         self.hidden_norm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
         self._norm_before_residual = shape.norm_before_residual
 
@@ -99,18 +141,21 @@ class EagleLayer(llama.TransformerBlock):  # type: ignore[misc]
 class EagleBody(nn.Module):  # type: ignore[misc]
     """A drafter before its output matrix."""
 
-    def __init__(self, shape: EagleShape, target_size: int, link: HeadLink, *, embeds: bool) -> None:
-        """Without `embeds`, it has the model's embeddings."""
+    def __init__(self, shape: EagleShape, target_size: int, link: HeadLink, weights: Weights) -> None:
+        """With embeddings of its own and a bias of `fc` if they are among the `weights`."""
         super().__init__()
         plain = shape.plain
-        self.fc = nn.Linear(_NUM_TAPPED * target_size, plain.hidden_size, bias=False)
+        size, eps, num_tapped = plain.hidden_size, plain.rms_norm_eps, shape.num_tapped
+        self.fc = nn.Linear(num_tapped * target_size, size, bias="model.fc.bias" in weights)
         if shape.norm_before_fc:
-            self.input_norm = nn.RMSNorm(_NUM_TAPPED * target_size, eps=plain.rms_norm_eps)
+            self.input_norm = nn.RMSNorm(num_tapped * target_size, eps=eps)
+        if shape.fc_norm:
+            self.fc_norm = [nn.RMSNorm(target_size, eps=eps) for _ in range(num_tapped)]
         others = range(1, plain.num_hidden_layers)
-        self.layers = [EagleLayer(shape), *[llama.TransformerBlock(plain) for _ in others]]
-        self.norm = nn.RMSNorm(plain.hidden_size, eps=plain.rms_norm_eps)
-        if embeds:
-            self.embed_tokens = nn.Embedding(plain.vocab_size, plain.hidden_size)
+        self.layers = [EagleLayer(shape), *[EagleBlock(shape, size) for _ in others]]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if "model.embed_tokens.weight" in weights:
+            self.embed_tokens = nn.Embedding(plain.vocab_size, size)
         self.link = link
         self.shape = shape
 
@@ -118,10 +163,13 @@ class EagleBody(nn.Module):  # type: ignore[misc]
         link = self.link
         embedded = (self.embed_tokens if "embed_tokens" in self else link.embed)(ids)
         hidden = embedded if link.given is None else link.given.reshape(embedded.shape)
-        mask = create_attention_mask(embedded, cache[0], return_array=True)
+        masks = [
+            create_attention_mask(embedded, own, window_size=window, return_array=True)
+            for own, window in zip(cache, self.shape.windows, strict=True)
+        ]
         first, *others = self.layers
-        x = first(embedded, hidden, mask, cache[0])
-        for layer, own in zip(others, cache[1:], strict=True):
+        x = first(embedded, hidden, masks[0], cache[0])
+        for layer, mask, own in zip(others, masks[1:], cache[1:], strict=True):
             x = layer(x, mask, own)
         normed: mx.array = self.norm(x)
         if link.given is not None:
@@ -131,65 +179,39 @@ class EagleBody(nn.Module):  # type: ignore[misc]
     def features(self, outputs: mx.array) -> mx.array:
         """The features `[R, D]` of rows for which the model's layers gave `outputs` `[R, layers * size]`."""
         outputs = outputs.astype(self.norm.weight.dtype)
-        features: mx.array = self.fc(self.input_norm(outputs) if "input_norm" in self else outputs)
+        if "input_norm" in self:
+            outputs = self.input_norm(outputs)
+        if "fc_norm" in self:
+            parts = mx.split(outputs, len(self.fc_norm), axis=-1)
+            outputs = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts)], axis=-1)
+        features: mx.array = self.fc(outputs)
         return features
 
 
-class EagleModel(DrafterModel):
+class EagleModel(OutputModel):
     """A drafter."""
 
     model: EagleBody
 
-    def __init__(self, body: EagleBody, vocab_size: int, *, has_output: bool) -> None:
-        """Without `has_output`, it has the model's output matrix. `vocab_size` is the model's."""
-        super().__init__(body, "eagle3")
-        shape = body.shape
-        if has_output:
-            self.lm_head = nn.Linear(shape.plain.hidden_size, shape.draft_vocab_size, bias=False)
-        self._vocab_size = vocab_size
-        if shape.draft_vocab_size != vocab_size:
-            self.d2t = mx.zeros((shape.draft_vocab_size,), mx.int32)
-
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        hidden = self.model(inputs, cache or self.make_cache())
-        logits: mx.array = self.lm_head(hidden) if "lm_head" in self else self.model.link.output(hidden)
-        if "d2t" not in self:
-            return logits
-        tokens = mx.arange(self.d2t.size, dtype=mx.int32) + self.d2t
-        return scattered(logits, mx.broadcast_to(tokens, logits.shape), self._vocab_size)
+        return self.spread(self.own_logits(self.model(inputs, cache or self.make_cache())))
 
     def make_cache(self) -> list[Any]:
-        return [KVCache() for _ in self.layers]
+        return [KVCache() for _ in self.layers]  # a layer's window is in its mask
 
 
 def read_eagle(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
     """The drafter that a config.json describes, linked to `target`, with the `stored` weights. Raises `KeyError`,
     `TypeError` or `ValueError` for a configuration of another kind or for another model."""
-    shape, target_size = EagleShape.of(config), target.setting("hidden_size", "dim", "n_embd")
     weights = {_own_name(name): array for name, array in stored.items()}
     weights = {name: array for name, array in weights.items() if not name.startswith(("t2d", "verifier_"))}
-    embeds = "model.embed_tokens.weight" in weights
-    _check_fit(shape, target_size, target, embeds=embeds)
-    body = EagleBody(shape, target_size or 0, link_to(text_part(target.model)), embeds=embeds)
-    model = EagleModel(body, target.vocab_size, has_output="lm_head.weight" in weights)
-    if "d2t" not in model:
-        weights.pop("d2t", None)
-    elif "lm_head" not in model:
-        raise ValueError(
-            f"it has no lm_head for its {shape.draft_vocab_size} of the model's {target.vocab_size} tokens"
-        )
-    elif "d2t" in weights:
-        weights["d2t"] = _checked(weights["d2t"].astype(mx.int32), target.vocab_size)
+    shape = EagleShape.of(config, has_head_norms=any(".q_norm." in name for name in weights))
+    target_size = target.setting("hidden_size", "dim", "n_embd")
+    _check_fit(shape, target_size, target, weights)
+    body = EagleBody(shape, target_size or 0, link_to(text_part(target.model)), weights)
+    model = EagleModel(body, "eagle3", shape.plain.hidden_size, target.vocab_size)
+    weights = model.take_output(weights, shape.draft_vocab_size, is_tied=bool(config.get("tie_word_embeddings")))
     return BuiltDrafter(model, weights, eagle_layers(config))
-
-
-def _checked(d2t: mx.array, vocab_size: int) -> mx.array:
-    """Raises `ValueError` if it names tokens that the model does not have: MLX would write there."""
-    tokens = mx.arange(d2t.size, dtype=mx.int32) + d2t
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= vocab_size:
-        raise ValueError(f"its d2t names tokens {least} to {most}, the model has {vocab_size}; fetch it again")
-    return d2t
 
 
 def _own_name(name: str) -> str:
@@ -198,9 +220,9 @@ def _own_name(name: str) -> str:
     return name if name in ("d2t", "t2d") or name.startswith(("lm_head.", "verifier_")) else f"model.{name}"
 
 
-def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, *, embeds: bool) -> None:
+def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, weights: Weights) -> None:
     """Raises `ValueError` unless the drafter was made for a model of these sizes, whose layers can be read."""
-    layers = layers_of(target.model)
+    layers, embeds = layers_of(target.model), "model.embed_tokens.weight" in weights
     sizes = {
         "target_hidden_size": (shape.target_hidden_size or target_size, target_size),
         "vocab_size": (shape.plain.vocab_size, target.vocab_size),
@@ -208,7 +230,10 @@ def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, 
     }
     check_sizes("drafter", sizes)
     tapped = shape.tapped(len(layers))
-    if min(tapped) < 0 or max(tapped) >= len(layers) or len({*tapped}) < _NUM_TAPPED:
+    if min(tapped) < 0 or max(tapped) >= len(layers) or len({*tapped}) < len(tapped):
         raise ValueError(f"it reads the inputs of layers {[i + 1 for i in tapped]}, the model has {len(layers)} layers")
+    num_read, num_given = weights["model.fc.weight"].shape[-1], len(tapped) * (target_size or 0)
+    if num_read != num_given and "model.fc.scales" not in weights:
+        raise ValueError(f"its fc reads {num_read} numbers, {len(tapped)} of the model's layers have {num_given}")
     if not calls_each_once(target.model, [layers[index] for index in tapped]):
         raise ValueError("the model's code does not call each of its layers once, so they have no outputs to read")

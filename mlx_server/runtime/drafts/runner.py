@@ -134,7 +134,7 @@ class BlockFeed(HeadFeed):
             [chunk._replace(num_tokens=chunk.num_tokens - chunk.num_block) for chunk in chunks]
         )
         link.rows = block_rows(chunks)
-        if self._body.shape.is_causal:
+        if all(self._body.shape.causal):
             return None
         ends = accumulate(chunk.num_tokens for chunk in chunks)
         spans = [(end - chunk.num_block, end) for chunk, end in zip(chunks, ends) if chunk.num_block]

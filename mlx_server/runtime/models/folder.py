@@ -124,9 +124,17 @@ def missing_parts(folder: Path) -> list[str]:
     return [*faults, *_weight_faults(folder), *(_tokenizer_faults(folder) if needs_tokenizer else ())]
 
 
+SLIDING = "sliding_attention"
+"""Among the `layer_types` of a config.json, a layer with a window."""
+
+
 def is_block_drafter(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a block drafter (`drafts/block_drafter.py`)."""
-    return isinstance(config.get("dflash_config"), dict)
+    return isinstance(config.get("dflash_config"), dict) or _speculator(config) in ("dflash", "dflash2")
+
+
+def _speculator(config: Mapping[str, Any]) -> object:
+    return config.get("speculators_model_type")
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:
@@ -139,21 +147,37 @@ _EAGLE = re.compile(r"eagle3(\w*ForCausalLM)?$", re.IGNORECASE)
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of an EAGLE-3 drafter (`drafts/eagle.py`)."""
-    kinds = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    kinds = [_speculator(config), *(config.get("architectures") or ())]
     return any(_EAGLE.search(str(kind)) for kind in kinds)
 
 
 def only_drafts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model that only drafts for another one, with that one's tokenizer."""
-    return is_block_drafter(config) or is_assistant(config) or is_eagle(config)
+    return is_block_drafter(config) or is_assistant(config) or is_eagle(config) or _speculator(config) is not None
+
+
+def drafter_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the layers of a drafter, which vLLM's speculators have in an object of its own. Rope is in
+    the older form of the two that transformers has had."""
+    layers = dict(config.get("transformer_layer_config") or config)
+    if rope := layers.pop("rope_parameters", None):
+        layers |= {"rope_theta": rope.get("rope_theta", layers.get("rope_theta", 10_000.0)), "rope_scaling": rope}
+    return layers
 
 
 def eagle_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a Llama with the layers of an EAGLE-3 drafter."""
-    layers = dict(config.get("transformer_layer_config") or config)
-    if rope := layers.get("rope_parameters"):  # as transformers 5 writes them; mlx-lm's Llama reads the older form
-        layers |= {"rope_theta": rope.get("rope_theta", layers.get("rope_theta", 10_000.0)), "rope_scaling": rope}
-    return {**layers, "model_type": "llama", "architectures": None}
+    return {**drafter_layers(config), "model_type": "llama", "architectures": None}
+
+
+def block_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a Qwen3 with the layers of a block drafter, and with what a config.json says of it besides,
+    in the form of its authors or of vLLM's speculators. Those name the layers that are read by their inputs."""
+    given = {**config, **drafter_layers(config), **(config.get("dflash_config") or {})}
+    if inputs := given.get("aux_hidden_state_layer_ids"):
+        given["target_layer_ids"] = [int(layer_id) - 1 for layer_id in inputs]
+    unread = dict.fromkeys(("architectures", "dflash_config", "transformer_layer_config", "rope_parameters"))
+    return {**given, **unread, "model_type": "qwen3", "tie_word_embeddings": True}
 
 
 def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict[str, Any], int]:
@@ -162,10 +186,10 @@ def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict
     if is_assistant(config):
         return {**config}, max_num_seqs * HELD_BY_ASSISTANTS * int(config.get("backbone_hidden_size", 0))
     if is_block_drafter(config):
-        layers = {"tie_word_embeddings": True, **config, "model_type": "qwen3", "dflash_config": None}
-        held = num_with_features(max_num_seqs) * HELD_FEATURES
+        layers, held = block_layers(config), num_with_features(max_num_seqs) * HELD_FEATURES
     else:
-        layers, held = {**eagle_layers(config), "speculators_model_type": None}, max_num_seqs * HELD_STATES
+        layers, held = eagle_layers(config), max_num_seqs * HELD_STATES
+    layers |= {"speculators_model_type": None, "layer_types": None}
     return layers, held * int(layers.get("hidden_size", 0))
 
 
@@ -195,7 +219,7 @@ def _config_faults(folder: Path) -> list[str]:
         for name, (kind, words) in _TYPES.items()
         if not isinstance(place.get(name) or kind(), kind)
     ]
-    if not faults and not (isinstance(config.get("model_type"), str) or is_eagle(config)):
+    if not faults and not (isinstance(config.get("model_type"), str) or only_drafts(config)):
         faults = ["model_type in config.json"]
     return faults
 
