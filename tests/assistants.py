@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,19 @@ def folders(path: Path, kind: str, *, is_clustered: bool = False) -> tuple[str, 
     return str(model), save_assistant(path / "assistant", own, their_assistant(own))
 
 
+@lru_cache(maxsize=1)
+def _theirs(kind: str, *, is_clustered: bool) -> tuple[Any, Any]:
+    """mlx-vlm's model and assistant."""
+    config = TARGETS[kind]
+    target = LanguageModel(vlm_text_config(config))
+    target.load_weights(tree_flatten(build_random(config, 7).language_model.parameters()))
+    return target, their_assistant(assistant_config(config, is_clustered=is_clustered))
+
+
 def their_drafts(kind: str, token_ids: Sequence[int], count: int, *, is_clustered: bool = False) -> list[int]:
     """What mlx-vlm's assistant drafts after `token_ids`, of which its model has computed all but the last."""
-    config = TARGETS[kind]
-    model = build_random(config, 7).language_model
-    text = vlm_text_config(config)
-    target = LanguageModel(text)
-    target.load_weights(tree_flatten(model.parameters()))
+    target, drafter = _theirs(kind, is_clustered=is_clustered)
     made = target(mx.array([token_ids[:-1]]), return_hidden=True, return_shared_kv=True)
-    drafter = their_assistant(assistant_config(config, is_clustered=is_clustered))
     drafter.reset(target)
     drafter.set_shared_kv(made.shared_kv_states, len(token_ids) - 1)
     hidden = target.speculative_draft_hidden(made.hidden_states[-1][:, -1:])

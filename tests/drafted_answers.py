@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,23 +21,41 @@ LIKELY = {5: 30.0, 6: 30.0}
 """Of two tokens a random drafter is right about half the time."""
 
 DRAFTED_SAMPLING = (
-    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logit_bias=LIKELY),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True, logit_bias=LIKELY, repetition_penalty=1.2),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=LIKELY),
+    SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logit_bias=LIKELY),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=LIKELY, repetition_penalty=1.2),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=LIKELY),
 )
+
+
+Answers = list[tuple[int, ...]]
+_PLAIN: dict[tuple[bytes, str], Answers] = {}
 
 
 def answers_in_small_pool(
     target: str, prompts: Sequence[Sequence[int]], **settings: Any
-) -> tuple[list[tuple[int, ...]], EngineStats]:
+) -> tuple[Answers, EngineStats]:
     """Of two rounds, of which the second finds the first one's prefixes."""
     with LLM(target, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64, **settings) as llm:
         done = [one.token_ids for _ in range(2) for one in llm.generate(prompts, DRAFTED_SAMPLING, use_tqdm=False)]
         llm.engine.scheduler.check_integrity()
-        stats = llm.stats()
+        stats, speculation = llm.stats(), llm.engine.scheduler.speculation
         assert stats.num_free_blocks == stats.num_blocks
+        if speculation is not None and speculation.model is not None:
+            blocks = speculation.model.blocks
+            assert blocks.num_free_blocks == blocks.num_blocks
         return done, stats
+
+
+def check_random_drafts(target: str, prompts: Sequence[Sequence[int]], **settings: Any) -> EngineStats:
+    """The answers are those without drafts, which are computed once for all tests with the same model."""
+    key = (Path(target, "model.safetensors").read_bytes(), repr(prompts))
+    if key not in _PLAIN:
+        _PLAIN[key], _ = answers_in_small_pool(target, prompts, speculate="off")
+    drafted, stats = answers_in_small_pool(target, prompts, max_draft_tokens=4, **settings)
+    assert drafted == _PLAIN[key]
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    return stats
 
 
 Drafts = list[tuple[list[int], tuple[int, ...]]]
@@ -65,13 +84,15 @@ async def check_behind_images(model_type: str, given: GivenModels, *, seed: int)
         prompt_of([range(5, 9), picture(model_type, 2), range(30, 40), picture(model_type, 1), range(40, 60)]),
         prompt_of([range(1, 50)]),
     ]
-    likely = SamplingParams(max_tokens=40, temperature=0.7, seed=seed, ignore_eos=True, logit_bias=LIKELY)
+    likely = SamplingParams(max_tokens=25, temperature=0.7, seed=seed, ignore_eos=True, logit_bias=LIKELY)
     answers = []
     for speculate in ("off", "model"):
         settings = Config(
             model=ModelConfig(model="tiny", max_model_len=512, draft_model="drafter"),
             cache=CacheConfig(num_kv_blocks=64),
-            scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, speculate=speculate),
+            scheduler=SchedulerConfig(
+                max_num_seqs=12, max_num_batched_tokens=64, speculate=speculate, max_draft_tokens=4
+            ),
         )
         engine = AsyncEngine(settings, given=given)
         await engine.start()

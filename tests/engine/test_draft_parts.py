@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ from tests.tiny_models import SLIDING_WINDOW, VOCAB_SIZE, byte_tokenizer, save_m
 
 _PROMPTS = random_prompts((33, 70, 2 * SLIDING_WINDOW + 5, 20, 64))
 _SAMPLING = (
-    SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logprobs=2),
-    SamplingParams(max_tokens=45, temperature=0.7, ignore_eos=True),
-    SamplingParams(max_tokens=30, temperature=0.7, seed=3, top_p=0.9, logit_bias={5: 3.0}, ignore_eos=True),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=4, top_k=20, ignore_eos=True, speculate=False),
+    SamplingParams(max_tokens=35, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=32, temperature=0.7, ignore_eos=True),
+    SamplingParams(max_tokens=25, temperature=0.7, seed=3, top_p=0.9, logit_bias={5: 3.0}, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=4, top_k=20, ignore_eos=True, speculate=False),
 )
 _UNSEEDED = 2
 
@@ -58,6 +59,7 @@ def _answers(llm: LLM) -> list[Completion]:
     return [one for index, one in enumerate(done) if index != _UNSEEDED]
 
 
+@cache
 def _plain(architecture: str) -> list[tuple[int, ...]]:
     with make_llm(architecture) as llm:
         return [one.token_ids for one in _answers(llm)]
@@ -71,7 +73,7 @@ def test_a_draft_model_of_the_same_weights_is_always_right(architecture: str) ->
     with make_llm(architecture, speculate="model", draft_model=loaded(architecture), max_draft_tokens=5) as llm:
         assert [one.token_ids for one in _answers(llm)] == plain
         stats, blocks = llm.stats(), draft_of(llm).blocks
-        assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 80
         assert blocks.num_free_blocks == blocks.num_blocks
         assert blocks.num_cached_blocks > 0
 
@@ -82,7 +84,7 @@ def test_a_random_draft_model_changes_no_answer(num_blocks: int | None) -> None:
     """Of another architecture; also beside lookups, with a pool so small that requests are preempted."""
     plain = _plain("llama")
     settings = {} if num_blocks is None else {"num_kv_blocks": num_blocks, "max_model_len": 320}
-    with make_llm("llama", speculate="auto", draft_model=loaded("qwen3", 7), **settings) as llm:
+    with make_llm("llama", speculate="auto", draft_model=loaded("qwen3", 7), max_draft_tokens=4, **settings) as llm:
         assert [one.token_ids for one in _answers(llm)] == plain
         stats, blocks = llm.stats(), draft_of(llm).blocks
         assert stats.num_accepted_tokens < stats.num_draft_tokens
@@ -123,9 +125,9 @@ def test_it_drafts_for_a_model_with_recurrent_state(architecture: str, speculate
     """Of two likely tokens the models disagree on some; in a pool so small that requests are preempted."""
     subject, bias = Subject(architecture), {5: 30.0, 6: 30.0}
     sampling = [
-        SamplingParams(max_tokens=50, temperature=0.0, logit_bias=bias, ignore_eos=True),
-        SamplingParams(max_tokens=60, temperature=0.9, seed=1, logit_bias=bias, ignore_eos=True),
-        SamplingParams(max_tokens=45, temperature=0.9, seed=2, ignore_eos=True),
+        SamplingParams(max_tokens=35, temperature=0.0, logit_bias=bias, ignore_eos=True),
+        SamplingParams(max_tokens=40, temperature=0.9, seed=1, logit_bias=bias, ignore_eos=True),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True),
     ]
 
     def answers(**settings: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
@@ -135,7 +137,7 @@ def test_it_drafts_for_a_model_with_recurrent_state(architecture: str, speculate
             return [one.token_ids for one in done], llm.stats()
 
     plain, _ = answers(speculate="off")
-    drafted, stats = answers(speculate=speculate, draft_model=loaded("llama"))
+    drafted, stats = answers(speculate=speculate, draft_model=loaded("llama"), max_draft_tokens=4)
     assert drafted == plain
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks

@@ -20,21 +20,13 @@ from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput
 from mlx_server.request import Request
 from tests.adapter_files import write_adapter
 from tests.device_memory import active_bytes
+from tests.drafted_answers import DRAFTED_SAMPLING, LIKELY, answers_in_small_pool, check_random_drafts
 from tests.engine_worlds import greedy, random_prompts
 from tests.heads import cycle_folder, head_folder, head_weights, save_head
 from tests.homes import with_kernels
 
-_PROMPTS = random_prompts((30, 62, 5, 20))
+_PROMPTS = random_prompts((30, 66, 25, 20))
 _LONG_PROMPTS = random_prompts((33, 70, 5, 290))
-_LIKELY = {5: 30.0, 6: 30.0}
-"""Of two tokens a random head is right about half the time."""
-
-_SAMPLING = (
-    SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, logit_bias=_LIKELY),
-    SamplingParams(max_tokens=50, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY, repetition_penalty=1.2),
-    SamplingParams(max_tokens=50, temperature=0.7, seed=4, ignore_eos=True, speculate=False),
-    SamplingParams(max_tokens=50, temperature=0.7, seed=3, top_p=0.9, ignore_eos=True, logit_bias=_LIKELY),
-)
 
 
 def heads_of(llm: LLM) -> HeadDrafts:
@@ -44,29 +36,15 @@ def heads_of(llm: LLM) -> HeadDrafts:
     return speculation.model
 
 
-def _answers(folder: str, speculate: str) -> tuple[list[tuple[int, ...]], EngineStats]:
-    """Of two rounds, of which the second finds the first one's prefixes."""
-    with LLM(folder, speculate=speculate, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64) as llm:
-        done = [one.token_ids for _ in range(2) for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)]
-        llm.engine.scheduler.check_integrity()
-        stats = llm.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        if speculate == "mtp":
-            blocks = heads_of(llm).blocks
-            assert blocks.num_free_blocks == blocks.num_blocks
-        return done, stats
-
-
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("qwen3_next", "deepseek_v3", "glm4_moe", "mimo"),
-        *("mimo_v2_flash", "nemotron_h", "step3p5"),
+        *("qwen3_next", "deepseek_v3", "mimo", "mimo_v2_flash", "nemotron_h", "step3p5"),
         *[
             pytest.param(name, marks=pytest.mark.full)
             for name in (
-                *("qwen3_5", "qwen3_5_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+                *("qwen3_5", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
                 *("bailing_hybrid", "bailing_moe_v3", "longcat_flash", "ernie4_5_moe", "exaone_moe"),
             )
         ],
@@ -75,10 +53,8 @@ def _answers(folder: str, speculate: str) -> tuple[list[tuple[int, ...]], Engine
 def test_random_heads_change_no_answer(architecture: str, tmp_path: Path) -> None:
     """Greedy and at 0.7, with penalties, beside one that does not draft, with prefix hits and preemptions."""
     folder = head_folder(tmp_path / "model", architecture, inside=architecture in ("qwen3_5", "glm4_moe", "mimo"))
-    plain, _ = _answers(folder, "off")
-    drafted, stats = _answers(folder, "mtp")
-    assert drafted == plain
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    stats = check_random_drafts(folder, _PROMPTS, speculate="mtp")
+    assert stats.num_accepted_tokens > 0
     # four requests fit into eight blocks that a layer with a window leaves again
     assert stats.num_preemptions > 0 or architecture == "mimo_v2_flash"
 
@@ -86,10 +62,11 @@ def test_random_heads_change_no_answer(architecture: str, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("always_drafts")
 def test_beside_lookups_heads_draft_what_these_do_not_find(tmp_path: Path) -> None:
     folder = head_folder(tmp_path / "model", "mimo")
-    plain, _ = _answers(folder, "off")
+    plain, _ = answers_in_small_pool(folder, _PROMPTS, speculate="off")
     with LLM(folder, speculate="auto", max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=64) as llm:
         heads = heads_of(llm)
-        assert [one.token_ids for one in llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)] == plain[: len(_PROMPTS)]
+        done = llm.generate(_PROMPTS, DRAFTED_SAMPLING, use_tqdm=False)
+        assert [one.token_ids for one in done] == plain[: len(_PROMPTS)]
         assert llm.stats().num_accepted_tokens > heads.acceptances._of_all.num_agreed > 0
 
 
@@ -175,8 +152,8 @@ def test_heads_that_cannot_run_here_are_reported_and_left_out(
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("mimo", "glm4_moe", "ernie4_5_moe", "step3p5"),
-        *[pytest.param(name, marks=pytest.mark.full) for name in ("exaone_moe", "mimo_v2_flash")],
+        *("mimo", "glm4_moe", "step3p5"),
+        *[pytest.param(name, marks=pytest.mark.full) for name in ("ernie4_5_moe", "exaone_moe", "mimo_v2_flash")],
     ],
 )
 def test_a_head_that_knows_the_model_is_always_right(architecture: str, reads_hidden: bool, tmp_path: Path) -> None:
@@ -186,14 +163,14 @@ def test_a_head_that_knows_the_model_is_always_right(architecture: str, reads_hi
     folder = cycle_folder(tmp_path / "model", architecture, reads_hidden=reads_hidden)
     temperatures = (0.0,) if reads_hidden else (0.0, 0.7)
     sampling = [
-        SamplingParams(max_tokens=50, temperature=temperatures[index % len(temperatures)], seed=index, ignore_eos=True)
+        SamplingParams(max_tokens=30, temperature=temperatures[index % len(temperatures)], seed=index, ignore_eos=True)
         for index in range(len(_LONG_PROMPTS))
     ]
     with LLM(folder, speculate="mtp", max_model_len=512, num_kv_blocks=64, max_draft_tokens=5) as llm:
         for _ in range(2):
             llm.generate(_LONG_PROMPTS, sampling, use_tqdm=False)
         stats = llm.stats()
-        assert stats.num_accepted_tokens == stats.num_draft_tokens > 200
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 120
         assert stats.num_generated_tokens > 2.5 * stats.num_model_calls
 
 
@@ -213,7 +190,7 @@ def test_behind_a_prefix_hit_the_head_drafts_as_if_it_had_read_all(
     monkeypatch.setattr(HeadDrafts, "take", watched)
     folder = head_folder(tmp_path / "model", architecture)
     prompt, new_ids = random_prompts((70, 10))
-    sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY)
+    sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=LIKELY)
 
     def drafted(*, forgets: bool) -> tuple[int, dict[int, tuple[int, ...]]]:
         with LLM(folder, speculate="mtp", max_model_len=256, num_kv_blocks=16) as llm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,11 @@ from tests.tiny_models import ARCHITECTURES, SLIDING_WINDOW
 
 _PROMPTS = random_prompts((33, 70, 2 * SLIDING_WINDOW + 5, 20, 64))
 _SAMPLING = (
-    SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logprobs=2),
-    SamplingParams(max_tokens=45, temperature=0.9, seed=2, top_p=0.9, presence_penalty=1.5, frequency_penalty=0.5),
-    SamplingParams(max_tokens=30, temperature=0.8, seed=3, repetition_penalty=1.4, min_tokens=10),
-    SamplingParams(max_tokens=60, temperature=1.2, seed=4, top_k=20, ignore_eos=True, speculate=False),
+    SamplingParams(max_tokens=35, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=32, temperature=0.9, seed=2, top_p=0.9, presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(max_tokens=25, temperature=0.8, seed=3, repetition_penalty=1.4, min_tokens=10),
+    SamplingParams(max_tokens=40, temperature=1.2, seed=4, top_k=20, ignore_eos=True, speculate=False),
 )
 
 
@@ -53,6 +54,11 @@ def check_equal(drafted: list[Completion], plain: list[Completion]) -> None:
                     assert entry.logprob == pytest.approx(known.logprob, abs=1e-4)
 
 
+@cache
+def _plain(architecture: str) -> list[Completion]:
+    return _generate(architecture, speculate="off")
+
+
 def _generate(architecture: str, **settings: object) -> list[Completion]:
     with make_llm(architecture, **settings) as llm:
         done = llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)
@@ -65,11 +71,11 @@ def _generate(architecture: str, **settings: object) -> list[Completion]:
     return done
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("num_blocks", [None, 14])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_drafts_change_no_answer(architecture: str, num_blocks: int | None) -> None:
     """Greedy and sampled, with penalties and logprobs, beside one that does not draft; with a small pool, preempted."""
-    plain = _generate(architecture, speculate="off")
+    plain = _plain(architecture)
     Adversary.learn(plain)
     settings = {} if num_blocks is None else {"num_kv_blocks": num_blocks, "max_model_len": 320}
     check_equal(_generate(architecture, speculate="ngram", **settings), plain)
@@ -156,7 +162,7 @@ def test_answers_of_all_kinds_at_once_stay_what_they_are(
     rng = random.Random(architecture)
     known = [tuple(prompt) for prompt in random_prompts((70, 110), seed=1)]
     with LLM(str(folder), adapters=adapters, speculate="ngram", max_model_len=256, **settings) as llm:
-        for _ in range(6):
+        for _ in range(4):
             _round(llm, adapters, rng, known)
         stats = llm.stats()
     assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
