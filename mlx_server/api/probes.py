@@ -46,7 +46,7 @@ async def health(context: Context) -> Response:
 
 
 def _unready_reason(context: ServerContext) -> str | None:
-    if context.generations.is_draining:
+    if context.pool.is_stopping:
         return "draining"
     if context.pool.is_starting:
         return "loading"

@@ -178,6 +178,7 @@ class _Server:
         return self._settings.keep_awake and (any(at_work) or any(self._context.fetches.running()))
 
     async def _live(self) -> int:
+        drain_timeout_s = 0.0
         try:
             try:
                 is_loaded = await self._before_stop(self._pool.start())
@@ -186,14 +187,16 @@ class _Server:
             if not is_loaded:
                 _leave(0)  # the MLX thread cannot be interrupted, and Python cannot end under it
             self._announce()
-            if not await self._before_stop(self._death()):
-                await self._drain()
-                return 0
-            return 1
+            if await self._before_stop(self._death()):
+                return 1
+            drain_timeout_s = self._settings.drain_timeout_s
+            logger.info("Draining; requests in progress: %d", self._context.generations.num_in_progress)
+            return 0
         finally:
-            # Fails what is still open; uvicorn then waits for the error events to be sent.
+            # Pulls are not waited for, since the next one continues where they were. What is open at the end of the
+            # drain fails; uvicorn then waits for the error events to be sent.
             await self._context.fetches.stop()
-            await self._pool.stop(0.0)
+            await self._pool.stop(drain_timeout_s)
 
     async def _before_stop(self, work: Coroutine[Any, Any, None]) -> bool:
         """Runs `work`, and cancels it when a signal comes first. Returns whether `work` has finished."""
@@ -211,18 +214,6 @@ class _Server:
                 logger.error("%s", death)
                 return
             await asyncio.sleep(_WATCH_S)
-
-    async def _drain(self) -> None:
-        """Waits for requests in progress. Those still open after the timeout fail when the pool stops. Pulls are not
-        waited for, since the next one continues where they were."""
-        await self._context.fetches.stop()
-        logger.info("Draining; requests in progress: %d", self._context.generations.num_in_progress)
-        if not await self._context.generations.drain(self._settings.drain_timeout_s):
-            logger.warning(
-                "%d requests are aborted after %g s (--drain-timeout-s)",
-                self._context.generations.num_in_progress,
-                self._settings.drain_timeout_s,
-            )
 
     def _announce(self) -> None:
         """Prints the one line on standard output, once requests are served."""

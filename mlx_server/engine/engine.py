@@ -49,18 +49,18 @@ _SHUTDOWN_RETRY_S = 5.0
 
 
 class EngineState(enum.StrEnum):
-    """LOADING -> READY -> DRAINING -> STOPPED. Any state becomes DEAD when loading, a step or the MLX thread fails."""
+    """LOADING -> READY -> STOPPING -> STOPPED. Any state becomes DEAD when loading, a step or the MLX thread fails."""
 
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"
+    STOPPING = "stopping"
     STOPPED = "stopped"
     DEAD = "dead"
 
     @property
     def is_loaded(self) -> bool:
         """Whether the engine has its parts, and all its properties can be read."""
-        return self in (EngineState.READY, EngineState.DRAINING)
+        return self in (EngineState.READY, EngineState.STOPPING)
 
 
 class AsyncEngine:
@@ -102,7 +102,7 @@ class AsyncEngine:
         self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
         self._events: ModelEvents | None = None
-        self._drain_over, self._stopping = asyncio.Event(), asyncio.Lock()
+        self._stop_turn = asyncio.Lock()
         self._clock = time.monotonic
 
     # --- properties -----------------------------------------------------------------------------------------
@@ -189,15 +189,11 @@ class AsyncEngine:
             blocks, is_on_disk = self._parts.scheduler.blocks, self._parts.is_on_disk
             self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, is_on_disk)
 
-    async def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Stops accepting requests, gives open ones `drain_timeout_s` to finish, fails the rest, and unloads. Of calls
-        at the same time, the shortest timeout holds."""
-        self.shorten_drain(drain_timeout_s)
-        async with self._stopping:
+    async def stop(self) -> None:
+        """Stops accepting requests, fails open ones, and unloads. Calls at the same time end together."""
+        async with self._stop_turn:
             if self.state is EngineState.READY:
-                self.state = EngineState.DRAINING
-                if self._streams:
-                    await self._drain_over.wait()
+                self.state = EngineState.STOPPING
             for request_id in self._fail_streams(
                 lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
             ):
@@ -219,10 +215,6 @@ class AsyncEngine:
             await self._unload()
             if self._owns_thread:
                 await asyncio.to_thread(self._around.close)
-
-    def shorten_drain(self, timeout_s: float) -> None:
-        """While `stop` waits for open requests: gives them at most `timeout_s` from now. The shortest time holds."""
-        asyncio.get_running_loop().call_later(timeout_s, self._drain_over.set)
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -408,8 +400,6 @@ class AsyncEngine:
                 notify(self.metrics.on_rejected, request.tier, error.reason)
             stream.summary = notify(self.metrics.on_finished, request, reason, now)
             notify(self._tracer.on_finished, request, reason, now)
-        if not self._streams and self.state is not EngineState.READY:
-            self._drain_over.set()
 
     def _end_request(self, request_id: str, reason: FinishReason, num_void: int) -> None:
         self._forget(request_id, reason)

@@ -76,7 +76,7 @@ class ModelPool:
         self._room = RoomMaker(budget, settings, self.models, self._unload, self._changes, clock)
         self._sweeper: asyncio.Task[None] | None = None
         self.is_starting = True
-        self._is_stopping = False
+        self.is_stopping = False
         self._death: str | None = None
         self._num_deaths = self._num_answers = 0
 
@@ -183,11 +183,10 @@ class ModelPool:
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:
-        """Unloads a model when its open requests have ended; those still open after `drain_timeout_s` fail. A drain in
+        """Unloads a model when all leases have ended; what is still open after `drain_timeout_s` fails. A drain in
         progress can only become shorter. A load in progress is cancelled. Does nothing if the model is not loaded."""
         model = self.find(name)
         model.is_lost, model.keep_alive_s = False, None
-        await self._give_up(model)
         await self._unload(model, drain_timeout_s)
         return model
 
@@ -229,12 +228,12 @@ class ModelPool:
         self._sweeper = asyncio.create_task(self._sweep(), name="idle models")
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Drains and unloads all models at once; requests unfinished after `drain_timeout_s` are aborted."""
-        self._is_stopping = True
+        """Refuses who has no lease yet, and unloads all models at once, each when its leases have ended; what is still
+        open after `drain_timeout_s` fails."""
+        self.is_stopping = True
         self._changes.notify()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        await asyncio.gather(*(self._give_up(model) for model in self.models()))
         await asyncio.gather(*(self._unload(model, drain_timeout_s) for model in self.models()))
         await asyncio.to_thread(self._around.close)
 
@@ -253,7 +252,7 @@ class ModelPool:
         (await self.acquire(model.name)).end()
 
     def _check_alive(self) -> None:
-        if self._is_stopping:
+        if self.is_stopping:
             raise OverloadedError(SHUTDOWN, _SHUTDOWN_RETRY_S)
         death = self.death()
         if death is not None:
@@ -292,7 +291,7 @@ class ModelPool:
         except (asyncio.CancelledError, UnwantedError):
             model.give_up_load(LoadResult.GIVEN_UP)
             cancelled = f"Loading the model `{model.name}` was cancelled; try again."
-            return OverloadedError(SHUTDOWN if self._is_stopping else cancelled, _SHUTDOWN_RETRY_S)
+            return OverloadedError(SHUTDOWN if self.is_stopping else cancelled, _SHUTDOWN_RETRY_S)
         except OverloadedError as error:
             logger.warning("The model %s cannot be loaded now: %s", model.name, error)
             model.give_up_load(LoadResult.NO_ROOM)
@@ -358,6 +357,7 @@ class ModelPool:
 
     async def _unload(self, model: PooledModel, drain_timeout_s: float = 0.0) -> None:
         """Returns when the model is unloaded. Cancelling the caller does not stop the unload."""
+        await self._give_up(model)
         self._begin_unload(model, drain_timeout_s)
         while model.state is ModelState.DRAINING:
             await self._changes.wait()
@@ -365,11 +365,11 @@ class ModelPool:
     def _begin_unload(self, model: PooledModel, drain_timeout_s: float) -> None:
         if model.is_ready:
             model.begin_drain()
-            task = asyncio.create_task(self._stop_engine(model, drain_timeout_s), name=f"unload {model.name}")
+            task = asyncio.create_task(self._stop_engine(model), name=f"unload {model.name}")
             self._unloads.add(task)
             task.add_done_callback(self._unloads.discard)
-        elif model.is_loaded and model.engine is not None:
-            model.engine.shorten_drain(drain_timeout_s)
+        if model.is_loaded:
+            asyncio.get_running_loop().call_later(drain_timeout_s, model.drain_over.set)
 
     def _on_death(self, model: PooledModel) -> None:
         """The engine of the model has died: it is unloaded, and loaded again without a request if it is pinned or to be
@@ -405,10 +405,13 @@ class ModelPool:
         self._num_answers = num_answers
         return self._num_deaths
 
-    async def _stop_engine(self, model: PooledModel, drain_timeout_s: float) -> None:
+    async def _stop_engine(self, model: PooledModel) -> None:
         assert model.engine is not None, "a model that is drained has an engine"
         try:
-            await model.engine.stop(drain_timeout_s)
+            await model.drain_over.wait()
+            if model.users:
+                logger.warning("Unloading %s while %d requests use it: their time is over", model.name, model.num_users)
+            await model.engine.stop()
             if model.engine.state is EngineState.DEAD:
                 fault = await find_device_fault(self._around.thread)
                 if fault is not None:
@@ -416,7 +419,7 @@ class ModelPool:
         finally:
             model.become_unloaded()
             logger.info("%s is unloaded", model.name)
-            if model.is_lost and not self._is_stopping and self._clock() >= model.retry_s:
+            if model.is_lost and not self.is_stopping and self._clock() >= model.retry_s:
                 self._load_task(model)
                 with contextlib.suppress(InsufficientMemoryError):  # at once, before another load can take the room
                     model.share = None if model.need is None else self.budget.take(model.name, model.need)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import math
 import time
@@ -43,8 +44,8 @@ class LoadResult(enum.StrEnum):
 
 
 class Lease:
-    """The use of a model: the model is not unloaded for another until the lease ends. A context manager that gives the
-    engine."""
+    """The use of a model: it is not unloaded for another until the lease ends, and otherwise when the time of its drain
+    is over. A context manager that gives the engine."""
 
     def __init__(self, model: PooledModel, clock: Callable[[], float], on_end: Callable[[PooledModel], None]) -> None:
         self.since_s = clock()
@@ -79,7 +80,8 @@ class PooledModel:
     After `retry_s`, a model that is not loaded because of `failure` may be loaded again. `num_deaths` counts engines
     that have died, the last one at `died_s`. While a model `is_lost`, its engine has died, and it should be loaded
     again without a request. `keep_alive_s` is the idle time that a client asked for, until the model is unloaded:
-    infinity is forever (also if an engine dies), None means what the specification says.
+    infinity is forever (also if an engine dies), None means what the specification says. `drain_over` is set when the
+    last drain has no users left, or no time.
     """
 
     spec: ModelSpec
@@ -104,6 +106,7 @@ class PooledModel:
     yields_by_s: float = 0.0
     is_lost: bool = False
     keep_alive_s: float | None = None
+    drain_over: asyncio.Event = field(default_factory=asyncio.Event)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -184,6 +187,8 @@ class PooledModel:
 
     def end_use(self, lease: Lease, now: float) -> None:
         self.users.discard(lease)
+        if not self.users:
+            self.drain_over.set()
         self.last_used_s = now
         if self.is_loaded:
             self.longest_use_s = max(self.longest_use_s, self._use_s(lease, now))
@@ -228,6 +233,9 @@ class PooledModel:
 
     def begin_drain(self) -> None:
         self._move((ModelState.READY,), ModelState.DRAINING)
+        self.drain_over = asyncio.Event()
+        if not self.users:
+            self.drain_over.set()
 
     def become_unloaded(self) -> None:
         self._move((ModelState.DRAINING,), ModelState.UNLOADED)

@@ -111,12 +111,9 @@ class FakeEngine:
     async def start(self) -> None:
         self.state = EngineState.READY
 
-    async def stop(self, drain_timeout_s: float) -> None:
+    async def stop(self) -> None:
         self.state = EngineState.STOPPED
         self._fail(OverloadedError("The server has shut down."))
-
-    def shorten_drain(self, timeout_s: float) -> None:
-        """It drains nothing."""
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refuse_with is not None:

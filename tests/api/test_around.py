@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.errors import EngineDeadError
+from mlx_server.pool.pooled_model import ModelState
 from tests.api.fakes import NUM_BLOCKS
 from tests.api.worlds import World, until, user
 from tests.text_worlds import make_tokenizer
@@ -72,7 +74,7 @@ async def test_a_draining_server_refuses_work_and_finishes_what_it_has(world: Wo
     world.engine.gate.clear()
     open_request = asyncio.create_task(world.chat())
     await until(lambda: world.engine.open)
-    draining = asyncio.create_task(world.context.generations.drain(5))
+    draining = asyncio.create_task(world.pool.stop(600.0))
     await asyncio.sleep(0)
     assert (await world.http.get("/health")).json() == {"status": "draining"}
     refused = await world.chat()
@@ -80,16 +82,43 @@ async def test_a_draining_server_refuses_work_and_finishes_what_it_has(world: Wo
     assert "shutting down" in refused.json()["error"]["message"]
     world.engine.gate.set()
     assert (await open_request).status_code == 200
-    assert await draining is True
+    await draining
 
 
 async def test_draining_gives_up_in_time(world: World):
     world.engine.gate.clear()
     open_request = asyncio.create_task(world.chat())
     await until(lambda: world.engine.open)
-    assert await world.context.generations.drain(0.01) is False
-    world.engine.gate.set()
-    await open_request
+    await world.pool.stop(0.01)
+    assert (await open_request).status_code == 503
+
+
+@pytest.mark.parametrize("asked", ["unload", "sleep", "stop"])
+async def test_requests_that_are_being_read_are_answered_before_the_model_goes(
+    world: World, asked: str, monkeypatch: pytest.MonkeyPatch
+):
+    is_formatting, may_go_on = threading.Event(), threading.Event()
+    formatted = world.engine.chat.format
+
+    def slow(*args: Any) -> Any:
+        is_formatting.set()
+        may_go_on.wait(5)
+        return formatted(*args)
+
+    monkeypatch.setattr(world.engine.chat, "format", slow)
+    reading = asyncio.create_task(world.chat())
+    await until(is_formatting.is_set)
+    if asked == "unload":
+        going = asyncio.create_task(world.http.post("/admin/models/unload", json={"model": "fake"}))
+    elif asked == "sleep":
+        going = asyncio.create_task(world.http.post("/sleep?mode=wait"))
+    else:
+        going = asyncio.create_task(world.pool.stop(600.0))
+    await until(lambda: world.pool.find("fake").state is ModelState.DRAINING)
+    may_go_on.set()
+    assert (await reading).status_code == 200
+    await going
+    assert world.pool.find("fake").is_down
 
 
 async def test_the_load_is_what_is_in_progress(world: World):

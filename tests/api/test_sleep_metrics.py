@@ -36,10 +36,10 @@ class HeldEngine(FakeEngine):
             raise self.refusal
         await super().start()
 
-    async def stop(self, drain_timeout_s: float) -> None:
+    async def stop(self) -> None:
         self.has_begun.set()
         await self.may_go_on.wait()
-        await super().stop(drain_timeout_s)
+        await super().stop()
 
 
 @dataclass

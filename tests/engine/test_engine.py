@@ -330,65 +330,36 @@ async def test_a_full_queue_and_a_long_wait_are_refused(folder):
         await until(lambda: is_empty(engine))
 
 
-async def test_draining_finishes_open_streams_and_refuses_new_ones(folder):
-    async with engine_of(folder) as engine:
-        stream = engine.submit(ask("a", sampling=greedy(30)))
-        stopping = asyncio.create_task(engine.stop(drain_timeout_s=30))
-        await asyncio.sleep(0)
-        assert engine.state is EngineState.DRAINING
-        with pytest.raises(OverloadedError, match="draining"):
-            engine.submit(ask("b"))
-        assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
-        await stopping
-        assert engine.state is EngineState.STOPPED
-
-
-async def test_streams_that_outlast_the_drain_end_with_an_error(folder):
+async def test_stopping_fails_open_streams_and_refuses_new_ones(folder):
+    """Who stops it meanwhile waits until it is unloaded."""
     async with engine_of(folder) as engine:
         streams = [engine.submit(ask(name, sampling=greedy(250))) for name in "ab"]
         await anext(streams[0])
-        await engine.stop(drain_timeout_s=0.0)
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="is stopping"):
+            engine.submit(ask("c"))
+        others = [asyncio.create_task(engine.stop()) for _ in range(2)]
+        await asyncio.sleep(0)
+        others[0].cancel()
+        await asyncio.gather(stopping, others[1])
+        assert engine.state is EngineState.STOPPED
         errors = await asyncio.gather(*map(read, streams), return_exceptions=True)
         assert all(isinstance(error, OverloadedError) and "shut down" in str(error) for error in errors)
         assert errors[0] is not errors[1]
 
 
-async def begin_drain(engine: AsyncEngine) -> tuple[RequestStream, asyncio.Task[None]]:
-    """Stops an engine that is to wait for an open request for five minutes."""
-    stream = engine.submit(ask("a", sampling=greedy(250)))
-    await anext(stream)
-    stopping = asyncio.create_task(engine.stop(drain_timeout_s=300.0))
-    await asyncio.sleep(0)
-    return stream, stopping
-
-
-async def test_a_drain_can_be_made_shorter_but_not_longer(folder):
+async def test_who_stops_again_ends_what_the_first_began(folder):
     async with engine_of(folder) as engine:
-        stream, stopping = await begin_drain(engine)
-        engine.shorten_drain(0.0)
-        engine.shorten_drain(300.0)
-        with pytest.raises(OverloadedError, match="shut down"):
-            await read(stream)
-        await stopping
-        assert engine.state is EngineState.STOPPED
-
-
-async def test_stops_at_the_same_time_end_together_after_the_shorter_drain(folder):
-    async with engine_of(folder) as engine:
-        stream, stopping = await begin_drain(engine)
-        await asyncio.gather(engine.stop(), engine.stop(drain_timeout_s=300.0), stopping)
-        assert engine.state is EngineState.STOPPED
-        with pytest.raises(OverloadedError, match="shut down"):
-            await read(stream)
-
-
-async def test_who_stops_again_fails_what_the_first_left_open(folder):
-    async with engine_of(folder) as engine:
-        stream, stopping = await begin_drain(engine)
+        stream = engine.submit(ask("a", sampling=greedy(250)))
+        await anext(stream)
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
         stopping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopping
         await engine.stop()
+        assert not engine.state.is_loaded
         with pytest.raises(OverloadedError, match="shut down"):
             await read(stream)
 

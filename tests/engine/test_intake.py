@@ -143,15 +143,6 @@ async def test_a_call_that_is_given_up_leaves_nothing(folder):
         assert engine.stats().num_prompt_tokens == num_started, "none has entered when others were aborted"
 
 
-async def test_a_drain_finishes_all_parts_of_a_call(folder):
-    async with engine_of(folder, max_num_seqs=2, max_num_waiting=16) as engine:
-        streams = engine.submit_all(call("n", 12))
-        stopping = asyncio.create_task(engine.stop(drain_timeout_s=30))
-        for stream in streams:
-            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
-        await stopping
-
-
 async def test_what_ends_a_call_is_the_error_of_all_its_parts(folder):
     """Clients would take parts that were aborted for whole answers."""
     async with engine_of(folder, max_num_seqs=1, max_num_waiting=16) as engine:

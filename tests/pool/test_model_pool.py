@@ -57,7 +57,6 @@ class Engine:
     state: EngineState = EngineState.LOADING
     error: str | None = None
     num_streams: int = 0
-    stopped_after_s: float | None = None
     idle_kv_bytes: int = 0
     gives: bool = True
     gives_at_once: int = 2**62
@@ -86,14 +85,10 @@ class Engine:
         self.state, self.error = EngineState.DEAD, "bad luck"
         self.around.on_death()
 
-    async def stop(self, drain_timeout_s: float) -> None:
+    async def stop(self) -> None:
         await self.stop_gate.wait()
-        self.stopped_after_s = drain_timeout_s
         if self.state is not EngineState.DEAD:
             self.state = EngineState.STOPPED
-
-    def shorten_drain(self, timeout_s: float) -> None:
-        """It drains nothing."""
 
 
 @dataclass
@@ -598,7 +593,6 @@ async def test_an_engine_that_dies_is_replaced():
             assert engine.metrics is first_b.metrics
         await until(lambda: world.loaded() == {"a", "b"})
         assert sorted(world.factory.loads()) == ["a", "a", "b", "b"]
-        assert first_a.stopped_after_s == first_b.stopped_after_s == 0.0
 
 
 async def test_a_model_that_nobody_pinned_is_loaded_again_only_for_a_request():
@@ -1197,14 +1191,66 @@ async def test_an_engine_knows_when_others_have_work_and_continues_the_counts_of
 # --- the end ----------------------------------------------------------------------------------------------------
 
 
-async def test_unloading_drains_for_as_long_as_it_may():
+async def test_an_unloaded_model_is_loaded_for_the_next_request():
     async with world_of("a") as world:
         await world.use("a")
-        assert (await world.pool.unload("a", 7.0)).state is ModelState.UNLOADED
-        assert world.factory.made[0].stopped_after_s == 7.0
-        await world.pool.unload("a", 7.0)
+        for _ in range(2):
+            assert (await world.pool.unload("a", 600.0)).state is ModelState.UNLOADED
         await world.use("a")
         assert world.factory.loads() == ["a", "a"]
+
+
+async def begin_drain(world: World) -> tuple[Lease, asyncio.Task[Any]]:
+    """A request that uses the model `a`, and an unload that waits for it: up to ten minutes, by the real clock."""
+    lease = await world.pool.acquire("a")
+    unload = asyncio.create_task(world.pool.unload("a", 600.0))
+    await until(lambda: world.states()["a"] == "draining")
+    return lease, unload
+
+
+async def test_unloading_waits_for_all_who_use_the_model_and_then_for_nobody():
+    """Whether they have streams in the engine or not yet. Who comes later waits for the next load."""
+    async with world_of("a") as world:
+        other = await world.pool.acquire("a")
+        lease, unload = await begin_drain(world)
+        late = asyncio.create_task(world.pool.acquire("a"))
+        other.end()
+        await asyncio.sleep(0.02)
+        assert (world.states()["a"], world.factory.made[0].state) == ("draining", EngineState.READY)
+        assert not late.done()
+        lease.end()
+        await unload
+        assert world.factory.made[0].state is EngineState.STOPPED
+        (await late).end()
+        assert world.factory.loads() == ["a", "a"]
+
+
+@pytest.mark.parametrize("ends", ["time", "death", "unload", "stop"])
+async def test_a_drain_ends_without_those_who_use_the_model(ends: str):
+    async with world_of("a") as world:
+        lease, unload = await begin_drain(world)
+        if ends == "time":
+            await world.pool.unload("a", 0.01)
+        elif ends == "death":
+            world.factory.made[0].die()
+        elif ends == "unload":
+            await world.pool.unload("a", 0.0)
+        else:
+            await world.pool.stop(0.0)
+        assert (await unload).state is ModelState.UNLOADED
+        lease.end()
+
+
+async def test_a_drain_does_not_become_longer_by_asking_again_nor_by_the_time_of_an_earlier_one():
+    async with world_of("a") as world:
+        (await world.pool.acquire("a")).end()
+        await world.pool.unload("a", 0.02)
+        lease, unload = await begin_drain(world)
+        await asyncio.sleep(0.04)
+        assert not unload.done(), "the time of the first one is over"
+        shorter, longer = (asyncio.create_task(world.pool.unload("a", time_s)) for time_s in (0.01, 300.0))
+        await asyncio.gather(unload, shorter, longer)
+        lease.end()
 
 
 async def test_stopping_refuses_who_waits_and_frees_everything():
@@ -1213,15 +1259,15 @@ async def test_stopping_refuses_who_waits_and_frees_everything():
     lease = await world.pool.acquire("a")
     waiting = asyncio.create_task(world.pool.acquire("b"))
     await asyncio.sleep(0.02)
-    await world.pool.stop(3.0)
+    stopping = asyncio.create_task(world.pool.stop(600.0))
     with pytest.raises(OverloadedError, match="shutting down; send the request elsewhere"):
         await waiting
-    assert world.states() == {"a": "unloaded", "b": "unloaded"}
-    assert world.factory.made[0].stopped_after_s == 3.0
-    assert not world.factory.is_alive
     with pytest.raises(OverloadedError, match="shutting down"):
         await world.pool.acquire("a")
+    assert (world.states(), world.factory.is_alive) == ({"a": "draining", "b": "unloaded"}, True)
     lease.end()
+    await stopping
+    assert (world.states(), world.factory.is_alive) == ({"a": "unloaded", "b": "unloaded"}, False)
 
 
 async def test_a_download_keeps_nobody_from_stopping():

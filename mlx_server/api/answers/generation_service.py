@@ -1,4 +1,4 @@
-"""Starts generations, and knows those in progress: it counts, aborts, drains and logs them.
+"""Starts generations, and knows those in progress: it counts, aborts and logs them.
 
 The log has one line for each generation that has ended or was refused, with no text of prompts or answers. A request
 keeps the model it uses from being unloaded, until its answer has been sent.
@@ -26,7 +26,7 @@ from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, QueueFullError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.pool.model_pool import SHUTDOWN, ModelPool
+from mlx_server.pool.model_pool import ModelPool
 from mlx_server.request import Vector
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ request_logger = logging.getLogger("mlx_server.requests")
 
 REVOCATION_S = 0.5
 """How long a revoked key's open streams may continue."""
-
-_DRAIN_RETRY_S = 5.0
 
 
 class PoolingRun:
@@ -152,9 +150,6 @@ class GenerationService:
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
         self._open: set[Generation | PoolingRun] = set()
-        self.is_draining = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
 
     @property
     def num_in_progress(self) -> int:
@@ -162,7 +157,7 @@ class GenerationService:
 
     async def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
-        `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
+        `Quotas.check` raise. The caller closes what it starts."""
         async with self._admitted(engine, job, job.n * len(job.plan.prompts)) as demand:
             with contextlib.ExitStack() as undo:
                 streams = engine.submit_all(_requests(job))
@@ -196,19 +191,13 @@ class GenerationService:
         reserved first, and checked again afterwards, since other requests may have come meanwhile."""
         demand = Demand(num_answers, sum(len(prompt.token_ids) for prompt in job.plan.prompts))
         try:
-            self._check(job, demand)
+            self._quotas.check(job.caller, demand)
             with await self._quotas.reserve(job.caller, demand):
-                self._check(job, demand)
+                self._quotas.check(job.caller, demand)
                 yield demand
         except ServeError as error:
             _log_refusal(job, engine.names.with_adapter(job.adapter), error)
             raise
-        self._is_idle.clear()
-
-    def _check(self, job: GenerationJob, demand: Demand) -> None:
-        if self.is_draining:
-            raise OverloadedError(SHUTDOWN, _DRAIN_RETRY_S)
-        self._quotas.check(job.caller, demand)
 
     def abort(self, ids: Collection[str] | None = None) -> int:
         """Aborts the generations with these request or response ids (None: all); returns how many there were."""
@@ -226,20 +215,10 @@ class GenerationService:
             generation.abort(partial(revocation, generation.job.caller.identity))
         return len(generations)
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses new work and waits for the end of the generations in progress; False after `timeout_s`."""
-        self.is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._is_idle.wait()
-        return not self._open
-
     def _forget(self, generation: Generation | PoolingRun) -> None:
         if generation not in self._open:
             return
         self._open.discard(generation)
-        if not self._open:
-            self._is_idle.set()
         _log_end(generation.job, generation.model_name, generation.summaries())
 
 

@@ -98,7 +98,7 @@ async def _send_snapshots(context: ServerContext, caller: Caller, out: sse.Piece
             shown |= {"keys": await asyncio.to_thread(_key_records, context), "tiers": _tier_limits(context)}
         out.write(sse.data(shown))
         await out.drain()
-        if context.generations.is_draining or context.pool.death() is not None:
+        if context.pool.is_stopping or context.pool.death() is not None:
             return  # the process is about to end, and waits for open streams
         num_sent += 1
         await asyncio.sleep(PERIOD_S)
