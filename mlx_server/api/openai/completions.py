@@ -90,7 +90,8 @@ class CompletionRequest(GenerationFields):
 
 
 class TextWriter(CompletionWriter):
-    """Text completions. In a stream a choice's echo comes with its first output, when its logprobs are known."""
+    """Text completions. In a stream a choice's echo comes with its first output, when its logprobs are known, which
+    may follow in several chunks."""
 
     def __init__(self, exchange: Exchange, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         super().__init__(exchange, "cmpl", "text_completion")
@@ -99,8 +100,7 @@ class TextWriter(CompletionWriter):
         tokenizer = self._names.tokenizer
         # A model without a tokenizer has no text, so its stream has an empty chunk for each token.
         self._has_details = body.logprobs is not None or self._has_token_ids or tokenizer is None
-        self._prompt_logprobs: dict[int, list[PositionLogprobs] | None] = {}
-        """The prompt's logprobs for each choice; None once the choice's text has begun."""
+        self._num_echoed: dict[int, int] = {}  # tokens of the prompt, by choices that have begun
         self._offsets: dict[int, int] = {}
         self._texts: defaultdict[int, IncrementalDetokenizer | None] = defaultdict(
             lambda: None if tokenizer is None else IncrementalDetokenizer(tokenizer, False, continues_text=True)
@@ -112,34 +112,33 @@ class TextWriter(CompletionWriter):
         return super().usage(only_prompt if self._body.is_scoring else usage)
 
     def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
-        body = self._choice(choice, choice.delta.prompt_logprobs)
-        return {**body, "prompt_logprobs": self.prompt_logprobs(choice)}
+        return {**self._choice(choice), "prompt_logprobs": self.prompt_logprobs(choice)}
 
     def write_choice(self, event: OutputEvent) -> bytes:
-        known = self._prompt_logprobs.setdefault(event.index, [])
-        if known is not None:
-            known.extend(event.delta.prompt_logprobs)
-        if not (event.content or event.finish is not None or (self._has_details and event.token_ids)):
+        has_details = self._has_details and bool(event.token_ids or event.delta.prompt_logprobs)
+        if not (event.content or event.finish is not None or has_details):
             return b""
-        if known is None and event.finish is None and not self._has_details:
+        if event.index in self._num_echoed and event.finish is None and not self._has_details:
             return self.piece(event.index, event.content, self._text)
-        self._prompt_logprobs[event.index] = None
-        return self.chunk(self._choice(event, known))
+        return self.chunk(self._choice(event))
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
-        return self._choice(OutputEvent(index, text), None)
+        return self._choice(OutputEvent(index, text))
 
-    def _choice(self, source: OutputEvent, known: Sequence[PositionLogprobs] | None) -> dict[str, Any]:
-        """`known` are the prompt's logprobs if the choice begins here, else None."""
+    def _choice(self, source: OutputEvent) -> dict[str, Any]:
         prompt = self._prompts[source.index // self._body.num_samples]
         is_scoring = self._body.is_scoring
         text, token_ids = ("", ()) if is_scoring else (source.content, source.token_ids)
         shown_ids: tuple[int, ...] = token_ids
         logprobs: list[PositionLogprobs | None] = [] if is_scoring else [*source.logprobs]
-        if known is not None and self._body.echo:
-            text = (prompt.text or "") + text
-            shown_ids = prompt.token_ids + token_ids
-            logprobs = [None, *known, *logprobs]  # nothing predicts the first token
+        begins, num_echoed = source.index not in self._num_echoed, self._num_echoed.setdefault(source.index, 0)
+        if self._body.echo:
+            text = (prompt.text or "") + text if begins else text
+            # Nothing predicts the first token.
+            echoed = [*([None] if begins else ()), *source.delta.prompt_logprobs]
+            end = self._num_echoed[source.index] = num_echoed + len(echoed)
+            shown_ids = prompt.token_ids[num_echoed:end] + token_ids
+            logprobs = [*echoed, *logprobs]
         choice: dict[str, Any] = {
             "index": source.index,
             "text": text,
@@ -151,7 +150,7 @@ class TextWriter(CompletionWriter):
             choice["logprobs"] = self._logprobs(source.index, shown_ids, logprobs, self._body.logprobs)
         if self._has_token_ids:
             choice["token_ids"] = list(token_ids)
-            if known is not None:
+            if begins:
                 choice["prompt_token_ids"] = list(prompt.token_ids)
         return choice
 

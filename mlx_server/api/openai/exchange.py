@@ -5,8 +5,10 @@ body -> open_exchange() -> Exchange -> Plan -> Exchange.answer() with the protoc
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -30,12 +32,16 @@ from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
 from mlx_server.engine.embeddings import check_generates
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.outputs import CompletionDelta
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 NOT_ENFORCED_HEADER = "x-schema-not-enforced"
 """Names the keywords of the request's schema that its grammar does not enforce."""
+
+MAX_POSITIONS = 64
+"""Log-probabilities that a stream writes in one turn of the event loop: 50 microseconds a position with 20 tokens."""
 
 
 class Writer(Protocol):
@@ -198,19 +204,35 @@ async def open_exchange(
 
 
 async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
-    """Writes a stream. Events that are available at the same time are written as one piece."""
+    """Writes a stream. Events that are available at the same time are written as one piece, or as several in turns of
+    the event loop if their log-probabilities are many: of a long prompt, or while the client was slow."""
+    sampling = generation.job.sampling
+    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    held: list[list[OutputEvent]] = []
 
     def emit(events: list[OutputEvent]) -> bool:
+        if has_logprobs:
+            events, *later = _in_turns(events)
+            held.extend(later)
         piece = writer.write(events[0]) if len(events) == 1 else b"".join(map(writer.write, events))
-        return not piece or out.write(piece)
+        return (not piece or out.write(piece)) and not held
+
+    async def drain() -> None:
+        await out.drain()
+        while held:
+            await asyncio.sleep(0)
+            if piece := b"".join(map(writer.write, held.pop(0))):
+                out.write(piece)
+                await out.drain()
 
     try:
         opening = writer.opening(generation.has_output)
         if opening and not out.write(opening):
             await out.drain()
-        await generation.feed(emit, out.drain)
+        await generation.feed(emit, drain)
         last = writer.closing()
     except Exception as error:
+        await drain()
         info = error_info(error)
         if info.status == 500:
             logger.exception("A stream failed")
@@ -219,3 +241,37 @@ async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWr
     if last:
         out.write(last)
     await out.drain()
+
+
+def _in_turns(events: Iterable[OutputEvent]) -> list[list[OutputEvent]]:
+    """The events in lists of at most `MAX_POSITIONS` log-probabilities. Those of a prompt are cut into several events;
+    those of an event's tokens are not."""
+    turns: list[list[OutputEvent]] = [[]]
+    room = MAX_POSITIONS
+    for event in events:
+        for part in _cut(event):
+            num_positions = len(part.logprobs) + len(part.delta.prompt_logprobs)
+            if num_positions > room and turns[-1]:
+                turns.append([])
+                room = MAX_POSITIONS
+            turns[-1].append(part)
+            room -= num_positions
+    return turns
+
+
+def _cut(event: OutputEvent) -> Iterator[OutputEvent]:
+    """The event; before it, one for each piece of its prompt's log-probabilities but the last."""
+    delta, known = event.delta, event.delta.prompt_logprobs
+    num_before = (max(0, len(known) - 1) // MAX_POSITIONS) * MAX_POSITIONS
+    for start in range(0, num_before, MAX_POSITIONS):
+        piece = CompletionDelta(
+            "",
+            (),
+            num_prompt_tokens=delta.num_prompt_tokens,
+            num_cached_tokens=delta.num_cached_tokens,
+            prompt_logprobs=known[start : start + MAX_POSITIONS],
+        )
+        yield OutputEvent(event.index, delta=piece)
+    if num_before:
+        event = replace(event, delta=replace(delta, prompt_logprobs=known[num_before:]))
+    yield event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_server.api.openai.exchange import MAX_POSITIONS
 from tests.api.fakes import say
 from tests.api.sse import bodies
 from tests.api.worlds import World
@@ -95,6 +96,33 @@ async def test_an_echo_has_the_prompt_s_logprobs(world: World):
     pieces = [chunk["choices"][0]["logprobs"] for chunk in streamed]
     for key in ("tokens", "token_logprobs", "text_offset"):
         assert [value for piece in pieces for value in piece[key]] == logprobs[key]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+async def test_the_logprobs_of_a_long_prompt_are_streamed_in_pieces(world: World, max_tokens: int):
+    """Else all streams would stand still while they are encoded. Joined, they are those of a complete answer."""
+    body = {"prompt": [[*range(40, 240)], [7, 8]], "max_tokens": max_tokens, "logprobs": 1, "echo": True, "n": 2}
+    whole = (await world.complete(**body)).json()
+    *chunks, usage = bodies((await world.complete(**body, stream=True, **_usage(True))).text)
+    assert usage["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert max(len(part["logprobs"]["tokens"]) for part in parts) <= MAX_POSITIONS + 1 + max_tokens
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for key, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][key]] == values
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+
+
+async def test_logprobs_that_come_together_are_streamed_in_pieces(world: World):
+    """Of many choices, or of many steps while the client was slow."""
+    world.engine.tokens_per_delta = 30
+    body = {"prompt": ["a", "b", "c", "d", "e"], "max_tokens": 200, "logprobs": 1, "ignore_eos": True}
+    whole = (await world.complete(**body)).json()
+    chunks = bodies((await world.complete(**body, stream=True)).text)
+    for choice in whole["choices"]:
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert [token for part in parts for token in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
