@@ -10,6 +10,7 @@ from typing import Literal
 from mlx_server.engine.text.detokenizer import StringScanner, without_cut_marker
 from mlx_server.engine.text.reasoning import HARMONY, Dialect, ReasoningMarkers
 from mlx_server.engine.tools.formats import FORMATS, Tool, ToolParser
+from mlx_server.engine.tools.parser import SPELLED
 from mlx_server.engine.tools.untagged import JsonObjectCursor
 
 
@@ -115,7 +116,8 @@ class HarmonySplitter:
         <|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}
 
     A message to a function, by its full name or that of one of `tools`, is a call, on any channel: it becomes content
-    in the form that `parser` reads; the format's tokens are text in its JSON object, which may copy them.
+    in the form that `parser` reads; the format's tokens are text in its JSON object, which may copy them. Other content
+    has `SPELLED` wherever it could spell such a call.
     Other messages on the channel `analysis` are reasoning; the rest is content.
     Text must come a token a piece: a whole `<|end|>` in a piece is the token, and one of several pieces is text that
     spells it in letters.
@@ -203,6 +205,8 @@ class HarmonySplitter:
 
     def _write(self, text: str) -> None:
         if text:
+            if self._kind == "content" and self._functions is not None:
+                text = text.replace("|", f"|{SPELLED}")
             pieces = self._reasoning if self._kind == "reasoning" else self._content
             pieces += (self._separator, text)
             self._separator = ""

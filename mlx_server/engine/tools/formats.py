@@ -47,20 +47,19 @@ class Parameter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
     """Arguments are separated by commas, in the model's own notation. `argument` precedes each one, with `{key}` filled
-    in; `member` does the same inside objects, and is None if the model's parser cannot read arrays and objects. Texts
-    are between two of `quote`, and match `text`; with `is_escaped` they have JSON's escapes. `keys` matches the allowed
-    names of arguments.
+    in; `member` does the same inside objects. Texts are between two of `quote`, and match `text`; with `is_escaped`
+    they have JSON's escapes. `keys` matches the allowed names of arguments.
     """
 
     argument: str
-    member: str | None
+    member: str
     separator: str = ","
     quote: str
     text: str = ANY_TEXT
     is_escaped: bool = False
     booleans: tuple[str, ...] = ("true", "false")
     nulls: tuple[str, ...] = ("null",)
-    keys: re.Pattern[str] = re.compile(r"[^\s:,{}<>]+")
+    keys: re.Pattern[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +119,14 @@ _GLM = ToolFormat(
     separator="\n",
     parameter=Parameter(before="<arg_key>{key}</arg_key>\n<arg_value>", after="</arg_value>\n", untyped=ALL_KINDS),
     special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+_GEMMA_NOTATION = Notation(argument="{key}:", member="{key}:", quote='<|"|>', keys=re.compile(r"[\w.$@/-]+"))
+_GEMMA = ToolFormat(
+    before="call:{name}{{",
+    after="}",
+    notation=_GEMMA_NOTATION,
+    names=re.compile(r"[\w-]+"),
+    special=('<|"|>',),
 )
 
 FORMATS = {
@@ -196,20 +203,8 @@ FORMATS = {
         lead="<|close|>response<|sep|>",  # the answer before the calls stays empty
         special=("<|open|>", "<|close|>", "<|sep|>"),
     ),
-    "gemma4": ToolFormat(
-        before="call:{name}{{",
-        after="}",
-        notation=Notation(argument="{key}:", member="{key}:", quote='<|"|>', keys=re.compile(r"[\w.$@/-]+")),
-        names=re.compile(r"[\w-]+"),
-        special=('<|"|>',),
-    ),
-    "function_gemma": ToolFormat(
-        before="call:{name}{{",
-        after="}",
-        notation=Notation(argument="{key}:", member=None, quote="<escape>", text="/[^}]*/"),
-        names=re.compile(r"\w+"),
-        special=("<escape>",),
-    ),
+    "gemma4": _GEMMA,
+    "function_gemma": replace(_GEMMA, notation=replace(_GEMMA_NOTATION, quote="<escape>"), special=("<escape>",)),
     "pythonic": ToolFormat(
         before="{name}(",
         after=")",

@@ -219,7 +219,7 @@ class _CallGrammar:
         changed_schema({**schema, "allOf": []}, lambda inner: self.free_keywords.update(unenforced(inner)))
         written = NotationWriter(self._writer, notation, schema, self._parser.end).arguments()
         if written is None:
-            raise self._unwritable(f"{where} requires arguments whose names or types", where)
+            raise self._unwritable(f"{where} requires arguments whose names", where)
         return written
 
     def _listed(self, schema: Mapping[str, Any]) -> dict[str, Any]:

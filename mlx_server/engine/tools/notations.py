@@ -43,22 +43,16 @@ class NotationWriter:
         self._any: str | None = None
 
     def arguments(self) -> str | None:
-        """Matches all arguments; None if the notation cannot express a required one."""
+        """Matches all arguments; None if the notation cannot express the name of a required one."""
         required = self._schema.get("required", ())
         properties = {
             key: schema
             for key, schema in self._schema.get("properties", {}).items()
-            if self._notation.keys.fullmatch(key) and self._can_write(schema)
+            if self._notation.keys.fullmatch(key)
         }
         if any(key not in properties for key in required):
             return None
         return self._members(properties, required, self._notation.argument)
-
-    def _can_write(self, schema: Any) -> bool:
-        if self._notation.member is not None:
-            return True
-        types = schema.get("type") if isinstance(schema, Mapping) else None
-        return isinstance(types, str) and types not in ("array", "object")
 
     def _members(self, properties: Mapping[str, Any], required: Sequence[str], before: str) -> str:
         """Matches the required members and any of the others, in order, with separators between them."""
@@ -75,7 +69,7 @@ class NotationWriter:
         return first
 
     def _key(self, before: str, key: str) -> str:
-        """Quotes keys that are not words, which Gemma 4's parser cannot read bare."""
+        """Quotes keys that are not words, which mlx-lm's parser of Gemma 4 cannot read bare."""
         is_quoted = before == self._notation.member == "{key}:" and _WORD.fullmatch(key) is None
         return self._writer.literal(before.format(key=json.dumps(key) if is_quoted else key))
 
@@ -118,7 +112,7 @@ class NotationWriter:
                 return self._array(self.value(schema.get("items", True)))
             case "object" if schema.get("properties"):
                 return self._object(
-                    self._members(schema["properties"], schema.get("required", ()), self._notation.member or "")
+                    self._members(schema["properties"], schema.get("required", ()), self._notation.member)
                 )
             case "object" if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
                 return self._object("")
@@ -137,20 +131,16 @@ class NotationWriter:
         return self._references[reference]
 
     def _anything(self) -> str:
-        if self._notation.member is None:
-            return self._scalar()
         if self._any is None:
             self._any = self._writer.declare("any")
-            self._writer.define(self._any, f"{self._scalar()} | {self._array(self._any)} | {self._free_object()}")
+            words = self._words((*self._notation.booleans, *self._notation.nulls))
+            choices = [self._text(), self._writer.rule("NUMBER", _NUMBER), words, self._array(self._any)]
+            self._writer.define(self._any, alternatives([*choices, self._free_object()]))
         return self._any
-
-    def _scalar(self) -> str:
-        words = self._words((*self._notation.booleans, *self._notation.nulls))
-        return alternatives([self._text(), self._writer.rule("NUMBER", _NUMBER), words])
 
     def _free_object(self, members: Any = None) -> str:
         """An object whose members have any names, and values that fit the schema `members`."""
-        before, _, after = (self._notation.member or "").partition("{key}")
+        before, _, after = self._notation.member.partition("{key}")
         key = self._writer.rule("KEY", r"/\w{1,40}/")
         member = f"{self._writer.literal(before)} {key} {self._writer.literal(after)} {self.value(members)}"
         return self._object(f"({self._list(self._writer.rule('member', member))})?")
@@ -174,13 +164,11 @@ class NotationWriter:
         return f"{self._writer.literal(quote)} {self._writer.text_until(quote, text)}"
 
     def _constant(self, value: Any) -> str:
-        """Matches exactly `value`; arrays and objects match anything if the model's parser cannot read them."""
+        """Matches exactly `value`."""
         if value is None:
             return self._words(self._notation.nulls)
         if isinstance(value, bool):
             return self._words([word for word in self._notation.booleans if (word.lower() == "true") is value])
-        if isinstance(value, list | Mapping) and self._notation.member is None:
-            return self._anything()
         return self._writer.literal(noted(self._notation, value))
 
 

@@ -10,12 +10,13 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_server.engine.text.detokenizer import StringScanner
 from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Notation, Tool, ToolFormat, ToolParser
-from mlx_server.engine.tools.tagged import TaggedCallReader, read_calls
+from mlx_server.engine.tools.tagged import TaggedCallReader
 from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
 from mlx_server.engine.tools.values import ParameterTypes, json_text
 
@@ -56,6 +57,9 @@ class _Call(NamedTuple):
     name: str
     arguments: str
 
+
+SPELLED = "\ud800"
+"""Keeps letters in content from being a marker, and is dropped. No output has half of a surrogate pair."""
 
 _MAX_HEAD_CHARS = 1024
 """If this much text has no head, no head follows: the region is read when it is complete."""
@@ -113,12 +117,13 @@ class ToolCallExtractor:
         may be the beginning of a call or the end of one is dropped."""
         held = self._untagged.finish()
         self._take_in("" if is_cut and '"name"' in held else held)
-        if self._read == self._read_body:
+        while self._read == self._read_body:
             is_forgiven = not self._parser.end or self._format.fails_when_cut
             is_within = self._num_streamed > 0 and bool(self._parser.end)
             is_dropped = is_cut and (is_within or self._may_begin_call(self._body))
-            self._close_region(self._body, "", may_call=is_forgiven, is_dropped=is_dropped)
-        elif self._read == self._read_arguments:
+            self._read = self._read_content
+            self._take_in(self._close_region(self._body, "", may_call=is_forgiven, is_dropped=is_dropped))
+        if self._read == self._read_arguments:
             self.cut_call = self._num_calls - 1
         self._show(self._outside.finish() if is_cut else self._outside.flush())
         if self._blank and not self.has_calls:
@@ -144,10 +149,7 @@ class ToolCallExtractor:
             marker = scan.matched
             self._start, self._body = (marker, "") if marker == self._parser.start else ("", marker)
             self._num_streamed = 0
-            if self._format.read_parameter is not None:
-                self._parameters = TaggedCallReader(
-                    self._format, self._format.read_parameter, self._types, self._parser.end
-                )
+            self._parameters = self._new_reader()
             self._read = self._read_body
         return scan.rest
 
@@ -158,13 +160,14 @@ class ToolCallExtractor:
             return rest
         end = self._body.find(self._parser.end) if self._parser.end else -1
         if self._parameters is not None:
-            self._follow(self._parameters, self._body if end < 0 else self._body[:end])
+            rest = self._read_parameters(self._parameters, self._body if end < 0 else self._body[:end])
+            if rest is not None:
+                return rest
         if end < 0:
             return ""
         self._read = self._read_content
         after = end + len(self._parser.end)
-        self._close_region(self._body[:end], self._body[end:after])
-        return self._body[after:]
+        return self._close_region(self._body[:end], self._body[end:after]) + self._body[after:]
 
     def _read_arguments(self, text: str) -> str:
         fragment, rest = self._json.feed(text)
@@ -190,13 +193,35 @@ class ToolCallExtractor:
         rest, self._body = self._body[head.end() :], ""
         return rest
 
-    def _follow(self, parameters: TaggedCallReader, body: str) -> None:
-        was_begun = parameters.name is not None
-        fragment = parameters.follow(body)
-        if not was_begun and parameters.name is not None:
-            self._begin(_Call(None, parameters.name, ""))
+    def _new_reader(self) -> TaggedCallReader | None:
+        parameter = self._format.read_parameter
+        return None if parameter is None else TaggedCallReader(self._format, parameter, self._types, self._parser.end)
+
+    def _read_parameters(self, reader: TaggedCallReader, body: str) -> str | None:
+        """Streams the call in `body`, the region so far. Returns the text after the call once it is complete; and after
+        the last one, the text that cannot be of the region."""
+        was_begun = reader.name is not None
+        fragment = reader.follow(body)
+        if not was_begun and reader.name is not None:
+            self._begin(_Call(None, reader.name, ""))
+        after = reader.end_in(body) if self._format.after else None
+        fragment += "" if after is None else reader.finish({})
         if fragment:
             self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+        if after is not None:
+            self._num_streamed += 1
+            self._parameters = self._new_reader()
+        elif self._num_streamed and reader.name is None and not self._may_go_on(self._body.lstrip()):
+            self._read, after = self._read_content, 0
+        else:
+            return None
+        rest, self._body = self._body[after:], ""
+        return rest
+
+    def _may_go_on(self, text: str) -> bool:
+        """Whether another call or the end of the region may begin so."""
+        markers = (_NAME_FIELD.split(self._format.before)[0].strip(), self._parser.end)
+        return any(text.startswith(marker) or marker.startswith(text) for marker in markers)
 
     def _may_begin_call(self, body: str) -> bool:
         """Whether a region that begins so may become a call of one of the tools, by its letters."""
@@ -206,25 +231,38 @@ class ToolCallExtractor:
         heads = [_letters(before + name) for name in self._names for before in befores]
         return any(head.startswith(letters) or letters.startswith(head) for head in heads)
 
-    def _close_region(self, body: str, end: str, *, may_call: bool = True, is_dropped: bool = False) -> None:
+    def _close_region(self, body: str, end: str, *, may_call: bool = True, is_dropped: bool = False) -> str:
         """Reads what follows the last streamed call in the region, or all of the region. If that is no call, it becomes
-        content, unless it `is_dropped`."""
+        content, unless it `is_dropped`; but from another first marker on it is returned, to be read again."""
         if self._parameters is not None and self._parameters.name is not None:
-            self._close_parameters(self._parameters, self._parse(body) if may_call else [], bool(end))
-            return
-        if self._num_streamed and self._format.tail.fullmatch(body):
-            return
+            self._close_parameters(self._parameters, body, may_call=may_call, is_complete=bool(end))
+            return ""
+        search = body.find if self._num_streamed else body.rfind  # what models say of their calls may have markers
+        again = search(self._parser.start) if self._parser.end else -1
+        first, rest = (body, "") if again < 0 else (body[:again], body[again:] + end)
+        if self._num_streamed and self._format.tail.fullmatch(first):
+            return rest
         calls = self._parse(body) if may_call else []
-        for call in calls:
-            self._begin(call)
-        if not calls and not is_dropped:
-            start = "" if self._num_streamed else self._start
-            self._show(start + body + end)
+        if calls and not (rest and self._is_said_before(calls, body[again + len(self._parser.start) :])):
+            for call in calls:
+                self._begin(call)
+            return ""
+        if is_dropped:
+            return ""
+        self._show(("" if self._num_streamed else self._start) + first + ("" if rest else end))
+        return rest
 
-    def _close_parameters(self, parameters: TaggedCallReader, calls: list[_Call], is_complete: bool) -> None:
-        """Ends the streamed call; `calls` are all calls of the region. A call that was cut off stays as it is."""
+    def _is_said_before(self, calls: list[_Call], last: str) -> bool:
+        """Whether `calls` of a region are all in its `last` part, so that what precedes that is no call: parsers search
+        for calls, or take any word for a name."""
+        return any(call.name not in self._names for call in calls) or calls == self._parse(last)
+
+    def _close_parameters(self, reader: TaggedCallReader, body: str, *, may_call: bool, is_complete: bool) -> None:
+        """Ends the streamed call; mlx-lm's parser reads what is not written as the format says. A call that was cut off
+        stays as it is."""
+        calls = self._parse(body) if may_call and reader.end_in(body) != len(body) else []
         if calls or is_complete:
-            fragment = parameters.finish(json.loads(calls[0].arguments) if calls else {})
+            fragment = reader.finish(json.loads(calls[0].arguments) if calls else {})
             self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
         else:
             self.cut_call = self._num_calls - 1
@@ -232,25 +270,14 @@ class ToolCallExtractor:
             self._begin(call)
 
     def _parse(self, body: str) -> list[_Call]:
-        for read in (self._read_tagged, self._read_any):
-            try:
-                return [_as_call(call) for call in read(body)]
-            except Exception:  # whatever a parser raises, the text is not a call
-                continue
-        return []
-
-    def _read_tagged(self, body: str) -> Iterable[Any]:
-        if self._format.read_parameter is None:
-            raise ValueError("not between tags")
-        return read_calls(self._format, self._format.read_parameter, self._types, body)
-
-    def _read_any(self, body: str) -> Iterable[Any]:
-        """What mlx-lm's parser reads, which knows more spellings than ours, but guesses values."""
+        """The calls that mlx-lm's parser reads, which knows more spellings than ours, but guesses values."""
         notation = self._format.notation
         if notation is not None and "None" not in notation.nulls:
             body = _with_json_words(body, notation)
-        parsed = self._parser.parse(body, self._tools)
-        return parsed if isinstance(parsed, list) else [parsed]
+        with suppress(Exception):  # whatever a parser raises, the text is not a call
+            parsed = self._parser.parse(body, self._tools)
+            return [_as_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        return []
 
     def _begin(self, call: _Call) -> None:
         call_id = call.id if call.id and call.id not in self._ids else self._new_id()  # models repeat ids
@@ -260,6 +287,7 @@ class ToolCallExtractor:
         self._blank = ""
 
     def _show(self, text: str) -> None:
+        text = text.replace(SPELLED, "")
         if self._blank is not None:
             text = self._blank + text
             if not text.strip():

@@ -11,19 +11,6 @@ from mlx_server.engine.tools.formats import Parameter, ToolFormat
 from mlx_server.engine.tools.values import ALL_KINDS, TEXT, ParameterTypes, ValueTypes, read_value
 
 
-def read_calls(form: ToolFormat, parameter: Parameter, types: ParameterTypes, body: str) -> Iterator[Mapping[str, str]]:
-    """Yields the name and the arguments' JSON text of each call in a region. Raises `ValueError` if the text is not
-    written as `form` says."""
-    while body.strip():
-        reader = TaggedCallReader(form, parameter, types)
-        arguments = reader.follow(body)
-        after = re.compile(_pattern(form.after)).match(body, reader.end) if reader.end is not None else None
-        if reader.name is None or after is None:
-            raise ValueError("not a tool call")
-        yield {"name": reader.name, "arguments": arguments + reader.finish({})}
-        body = body[after.end() :]
-
-
 class TaggedCallReader:
     r"""Converts the arguments of the first call of a region to JSON text: for `<function=f>\n<parameter=path>\n/etc/a`
     it is `{"path": "/etc/a`.
@@ -37,6 +24,7 @@ class TaggedCallReader:
         ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
         self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
         self._opening = re.compile(_pattern(parameter.before))
+        self._after = re.compile(_pattern(form.after))
         self._parameter = parameter
         self._has_line_breaks = parameter.before.endswith("\n")
         self._end_marker = end_marker
@@ -49,10 +37,10 @@ class TaggedCallReader:
         self._written: set[str] = set()
         self.name: str | None = None
 
-    @property
-    def end(self) -> int | None:
-        """Where the arguments that were read end; None within one."""
-        return self._at if self._key is None else None
+    def end_in(self, body: str) -> int | None:
+        """Where the call ends in the region's text, if what must follow its arguments follows those that were read."""
+        after = None if self.name is None or self._key is not None else self._after.match(body, self._at)
+        return None if after is None else after.end()
 
     def follow(self, body: str) -> str:
         """Takes the region's text so far, and returns the JSON text that was not returned before."""

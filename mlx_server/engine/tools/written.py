@@ -55,7 +55,7 @@ def noted(notation: Notation, value: Any) -> str:
     """A value in a model's own notation."""
     if isinstance(value, str):
         return notation.quote + (_json(value)[1:-1] if notation.is_escaped else value) + notation.quote
-    if isinstance(value, Mapping) and notation.member is not None:
+    if isinstance(value, Mapping):
         return f"{{{_members(notation, notation.member, value)}}}"
     if isinstance(value, list):
         return f"[{notation.separator.join(noted(notation, item) for item in value)}]"

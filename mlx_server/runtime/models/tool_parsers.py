@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from mlx_lm import tokenizer_utils
+from mlx_lm.tool_parsers import gemma4
 
 from mlx_server.errors import ModelLoadError
 
@@ -54,7 +56,15 @@ def find_tool_parser(tokenizer: Any) -> ToolParser | None:
 
 def _parser_of_mlx_lm(name: str) -> ToolParser:
     module = _import_of_mlx_lm(f"tool_parsers.{name}", "tool_parser_type")
-    return ToolParser(name, module.tool_call_start, module.tool_call_end, _refusing_guesses(module.parse_tool_call))
+    parse = _as_gemma4 if name == "function_gemma" else module.parse_tool_call
+    return ToolParser(name, module.tool_call_start, module.tool_call_end, _refusing_guesses(parse))
+
+
+def _as_gemma4(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """FunctionGemma's calls are Gemma 4's with other quotes; its own parser ends at the first brace, also in a text."""
+    quote, own = '<|"|>', "<escape>"
+    parsed = gemma4.parse_tool_call(quote.join(part.replace(quote, own) for part in text.split(own)))
+    return json.loads(json.dumps(parsed).replace(own, json.dumps(quote)[1:-1]))
 
 
 def _unknown_to_mlx_lm(tokenizer: Any) -> ToolParser | None:

@@ -178,6 +178,21 @@ def test_messages_go_where_their_headers_say(text: str, expected: Any) -> None:
 
 SPELLED = ("Write ", "<|", "end", "|>", ", ", "<", "|channel", "|", ">", " and ", "<|", "call", "|>", ".")
 SAID = "".join(SPELLED)
+A_CALL = (
+    "So: ",
+    "<|",
+    "channel",
+    "|>",
+    "commentary to=functions.f ",
+    "<|",
+    "constrain",
+    "|>",
+    "json",
+    "<|",
+    "message",
+    "|>",
+    "{}",
+)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +205,13 @@ SAID = "".join(SPELLED)
 )
 def test_tokens_that_are_spelled_in_letters_are_text(before: str, after: str, expected: Any) -> None:
     assert read([before, *SPELLED, after]) == expected
+
+
+def test_a_call_that_is_spelled_in_letters_is_text() -> None:
+    said = "".join(A_CALL)
+    for before in ("<|channel|>final<|message|>", ""):
+        assert read([before, *A_CALL, "<|end|>", NEXT, " to=f<|message|>", ARGUMENTS]) == ("", said, [CALL])
+        assert read([before, *A_CALL], None) == ("", said, [])
 
 
 PIECES = st.sampled_from([*HARMONY.added_tokens, "assistant", " to=functions.f", " to=g", "{", "}", "a\n "])

@@ -198,6 +198,10 @@ MINIMAX_CALL = '<invoke name="get_weather">\n<parameter name="city">Paris</param
         (QWEN_CALL, "", [WEATHER]),
         (QWEN_CALL.replace("get_weather", "get_weathers"), QWEN_CALL.replace("get_weather", "get_weathers"), []),
         ("Write <function=get_weather> so.", "Write <function=get_weather> so.", []),
+        (f"{QWEN_CALL}\n\nI have asked.", "\n\nI have asked.", [WEATHER]),
+        (f"<tool_call>\n{QWEN_CALL}\nI have asked. <b>", "\nI have asked. <b>", [WEATHER]),
+        (f"<tool_call>\n{QWEN_CALL}\nI have\n</tool_call>", "\nI have\n</tool_call>", [WEATHER]),
+        (f"<tool_call>\n{QWEN_CALL}\n<tool_call>\n{QWEN_CALL}\n</tool_call>", "", [WEATHER, WEATHER]),
     ],
 )
 def test_a_call_of_qwen3_coder_may_lack_its_first_tag(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
@@ -209,6 +213,34 @@ def test_a_call_of_minimax_may_lack_its_last_tag(second: str) -> None:
     text = f"<minimax:tool_call>\n{MINIMAX_CALL}\n"
     assert parsed(text, parser_named("minimax_m2")) == ("", [WEATHER])
     assert parsed(f"{text}{second}", parser_named("minimax_m2")) == ("", [WEATHER, WEATHER])
+
+
+def test_text_after_a_call_that_lacks_its_last_tag_streams() -> None:
+    following = extractor(parser_named("qwen3_coder"))
+    assert following.append(f"<tool_call>\n{QWEN_CALL}\n").content == ""
+    assert [following.append(piece).content for piece in ("I", " have")] == ["\nI", " have"]
+
+
+def test_a_second_call_in_a_region_streams() -> None:
+    following = extractor(parser_named("minimax_m2"))
+    following.append(f'<minimax:tool_call>\n{MINIMAX_CALL}\n<invoke name="f"><parameter name="a">b</parameter>')
+    assert [call.index for call in following.append('<parameter name="c">d</parameter>').calls] == [1]
+
+
+@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "glm47", "minimax_m2", "pythonic", "gemma4"])
+def test_a_marker_that_is_only_mentioned_hides_no_call(name: str) -> None:
+    parser = parser_named(name)
+    call = next(text for known, text, _ in FORMATS if known == name)
+    calls = next(found for known, _, found in FORMATS if known == name)
+    for said in (f"Write {parser.start} first. ", f"{parser.start}{parser.start} and {parser.start}? "):
+        assert parsed(f"{said}{call}", parser) == (said, calls)
+        assert parsed(f"{said}{call}\n{call}", parser) == (said, calls * 2)
+
+
+def test_a_call_that_lacks_its_last_tag_hides_no_other() -> None:
+    for end in ("", "}", ", "):
+        text = f'<tool_call>{{"name": "f", "arguments": {{}}}}{end}\n'
+        assert parsed(f"{text}{tag(BARE)}") == ("", [("f", {}), WEATHER])
 
 
 def test_arguments_that_break_off_stay_as_streamed() -> None:
@@ -311,6 +343,12 @@ FORMATS = [
         "function_gemma",
         "<start_function_call>call:f{a:None,b:<escape>None<escape>}<end_function_call>",
         [("f", {"a": None, "b": "None"})],
+    ),
+    (
+        "function_gemma",
+        "<start_function_call>call:get-it{x-y:<escape>}, {a:<escape>,where:{b:[1,<escape>[x]<escape>,{c:true}]},d:}"
+        "<end_function_call>".replace(",d:", ""),
+        [("get-it", {"x-y": "}, {a:", "where": {"b": [1, "[x]", {"c": True}]}})],
     ),
 ]  # fmt: skip
 

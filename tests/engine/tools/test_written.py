@@ -12,7 +12,6 @@ from mlx_server.engine.tools.written import written_calls
 from tests.tool_worlds import parser_named
 
 ARGUMENTS = {"path": 'Say "hi" in\nC:\\a, é', "count": 2, "far": True, "of": ["a", "b"], "at": {"x": [1, "b"]}}
-FLAT = ("function_gemma",)  # reads no arrays and objects
 PROPERTIES = {"path": "string", "count": "integer", "far": "boolean", "of": "array", "at": "object"}
 TOOLS = [
     {
@@ -31,8 +30,7 @@ OTHERS = {"mistral_list"}  # a variant of mistral's
 
 @pytest.mark.parametrize("name", sorted(FORMATS.keys() - OTHERS))
 def test_what_is_written_is_read_back(name: str) -> None:
-    flat = {key: value for key, value in ARGUMENTS.items() if not isinstance(value, list | dict)}
-    given = [("look_at", flat if name in FLAT else ARGUMENTS), ("go", {})][: FORMATS[name].max_calls]
+    given = [("look_at", ARGUMENTS), ("go", {})][: FORMATS[name].max_calls]
     parser = parser_named(name)
     text = written_calls(parser, [{"name": name, "arguments": arguments} for name, arguments in given])
     extractor = ToolCallExtractor(parser, TOOLS)
