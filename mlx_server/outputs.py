@@ -319,7 +319,7 @@ class EngineCounters:
       draft model failed and was not used any more.
     - Memory pressure: `num_pressure_cuts` counts how often the model gave idle blocks back, `num_pressure_holds` how
       often it stopped admitting requests, and `num_pressure_preemptions` the requests that were preempted for memory.
-    - Disk: `num_disk_loads` counts the loads of prefixes that began. They loaded `num_blocks_loaded` in
+    - Disk: `num_disk_loads` counts the loads of prefixes that loaded anything. They loaded `num_blocks_loaded` in
       `disk_load_time_s`; `num_blocks_not_loaded` had to be computed after all. `num_blocks_saved` were handed over to
       be written. `num_blocks_not_saved` were worth saving but lost, because more came than may wait or than the daily
       budget allows.

@@ -325,7 +325,6 @@ class DiskTier:
             load.slot = checkpoints.reserve()
             if load.slot is None:
                 return False
-        self._counters.num_disk_loads += 1
         # In order of the blocks: without windows, what has landed can be hit at once.
         missing = sorted(self._blocks.hold(load.holder, seen), key=lambda block: (block.number, block.group))
         load.items = missing if load.slot is None else [SeenBlock(end - 1, STATES, None), *missing]
@@ -410,9 +409,11 @@ class DiskTier:
             load.next += 1
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
+        self._counters.num_disk_loads += before == 0 < load.bytes_landed
         self._waiting.advance(load.holder, self._num_hit(load) * BLOCK_SIZE)
         if load.is_complete or is_broken or load.is_late(now):
-            self._counters.disk_load_time_s += now - load.began_s
+            if load.bytes_landed:
+                self._counters.disk_load_time_s += now - load.began_s
             self._reads.renew(self._store.read_time_s, now, is_late=load.is_late(now))
             self._end(load)
         else:

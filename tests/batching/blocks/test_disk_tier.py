@@ -953,7 +953,10 @@ def test_loads_that_find_nothing_do_not_make_the_disk_slow() -> None:
         world.add(make_request(f"a{number}", tokens, 1))
         store.read_time_s += 0.001
         world.finish()
+    counters = world.scheduler.counters
+    assert (counters.num_disk_loads, counters.disk_load_time_s) == (0, 0.0), "nor are they loads"
     assert is_loaded_from(world, 20, 0.1)
+    assert counters.num_disk_loads == 1
 
 
 def test_callers_who_are_kept_apart_are_so_on_disk() -> None:
