@@ -18,8 +18,8 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.interface import StepPlan
 from mlx_server.runtime.drafts.assistant import read_assistant
 from mlx_server.runtime.drafts.drafter import load_drafter
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import exhaust
 from tests.assistants import (
     TARGETS,
     assistant_config,

@@ -13,8 +13,9 @@ import pytest
 
 from mlx_server.config import CacheConfig
 from mlx_server.outputs import NewRequestData, ScheduledChunk, SchedulerOutput
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import exhaust, make_runner
+from mlx_server.runtime.models.loader import make_runner
 from mlx_server.sampling_params import SamplingParams
 from tests.vision_worlds import CONFIGS, tiny_vlm
 

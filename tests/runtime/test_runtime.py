@@ -25,10 +25,11 @@ from mlx_server.runtime.attention.seam import check_seam, install_seam
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.forward import RowSelector
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import loader
-from mlx_server.runtime.models.loader import LoadedModel, exhaust, load, make_runner, release
+from mlx_server.runtime.models.loader import LoadedModel, load, make_runner, release
 from tests.conformance import Subject
 from tests.device_memory import active_bytes, held_bytes
 from tests.engine_worlds import answers, built, make_folder, make_llm, random_prompts

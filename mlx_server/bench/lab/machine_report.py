@@ -50,6 +50,7 @@ from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.product_choice import product_failure
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
+from mlx_server.runtime.kernels.trials import exhaust
 
 _QUESTION, _ANSWER = "What is 2 + 2?", "4"
 _START_S = 300.0
@@ -225,7 +226,7 @@ def product_tests() -> Finding:
         shape = ProductShape.of(layer)
         assert shape is not None
         for form in Form:
-            failure = product_failure(kernels.of(form, shape), shape, layer)
+            failure = exhaust(product_failure(kernels.of(form, shape), shape, layer))
             rows.append((str(weight), str(form), failure or "passed"))
             problems += [] if failure is None else [f"{form} form, {weight}: {failure}"]
     products, is_cpu = own_products(), mx.default_device() == mx.cpu

@@ -33,10 +33,11 @@ from mlx_server.errors import ServeError
 from mlx_server.observability.logs import leave, set_up_logging
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.sharding import Group, from_first, join_group
 from mlx_server.runtime.memory import bounded_memory, read_memory
 from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, exhaust, release
+from mlx_server.runtime.models.loader import LoadedModel, release
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ model must give the same bits in two ways of computing the same tokens before it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.layers.fixed_rows import REMEDY, FixedRows, same_values
-from mlx_server.runtime.layers.products import install_products, mix_in
+from mlx_server.runtime.layers.products import install_products, mix_in, takes_product
 from mlx_server.runtime.model_runner import ModelRunner
 
 
@@ -39,9 +39,10 @@ class _OneByOne:
         return products.reshape(*indices.shape, *products.shape[1:])
 
 
-def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str]) -> None:
+def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str]) -> Generator[float, None, None]:
     """Makes a model's products and its attention independent of the batch, permanently. Call it before the first step.
-    Raises `ModelLoadError` if there are adapters or if the attention backend cannot do it. MLX thread."""
+    Raises `ModelLoadError` if there are adapters or if the attention backend cannot do it. MLX thread; yields after the
+    product of each layer."""
     if isinstance(backend, GpuBackend):
         backend.by_row = True
     elif not isinstance(backend, CpuBackend):
@@ -58,7 +59,12 @@ def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str
             f"--batch-invariant is impossible with adapters ({', '.join(adapters)}), whose products depend on the "
             f"batch: fuse one into the model with `mlx_lm.fuse`, or {REMEDY}."
         )
-    install_products(model, FixedRows())
+    fixed = FixedRows()
+    for module in model.modules():
+        if takes_product(module):
+            fixed(module)
+            yield 1.0
+    install_products(model, fixed)
     for module in model.modules():
         if type(module) in (SwitchLinear, QuantizedSwitchLinear):
             mix_in(module, _OneByOne)
@@ -71,9 +77,9 @@ _DECODES = 6
 """How many of the tokens are decoded."""
 
 
-def check_invariance(runner: ModelRunner, vocab_size: int) -> None:
+def check_invariance(runner: ModelRunner, vocab_size: int) -> Generator[float, None, None]:
     """Computes two requests, each alone in one chunk and then together in chunks and decodes, and raises
-    `ModelLoadError` unless all logits have the same bits. Leaves no pools. MLX thread."""
+    `ModelLoadError` unless all logits have the same bits. Leaves no pools. MLX thread; yields after each step."""
     if runner.forward.level.scope is not Scope.NOTHING:
         raise ModelLoadError(
             f"--batch-invariant is impossible: this model is computed group by group ({runner.forward.level}), so its "
@@ -89,8 +95,10 @@ def check_invariance(runner: ModelRunner, vocab_size: int) -> None:
     sequences = {name: rng.integers(1, vocab_size, size=size).tolist() for name, size in _LENGTHS.items()}
     try:
         trial = TrialRequests(runner, sequences)
-        alone = {name: _last_logits(trial, {name: (0, size)})[name] for name, size in _LENGTHS.items()}
-        together = _computed_together(TrialRequests(runner, sequences))
+        alone: dict[str, mx.array] = {}
+        for name, size in _LENGTHS.items():
+            alone |= yield from _last_logits(trial, {name: (0, size)})
+        together = yield from _computed_together(TrialRequests(runner, sequences))
     finally:
         runner.cache.release()
     for name, expected in alone.items():
@@ -101,27 +109,31 @@ def check_invariance(runner: ModelRunner, vocab_size: int) -> None:
             )
 
 
-def _computed_together(trial: TrialRequests) -> dict[str, list[mx.array]]:
+def _computed_together(trial: TrialRequests) -> Generator[float, None, dict[str, list[mx.array]]]:
     """Logits of the last `_DECODES` tokens of both requests: prompts in chunks side by side, then decodes."""
     long, short = (size - _DECODES for size in _LENGTHS.values())
     cut = BLOCK_SIZE + 5
-    _last_logits(trial, {"short": (0, short), "long": (0, cut)})
-    first = _last_logits(trial, {"short": (short, short + 1), "long": (cut, long)})
+    yield from _last_logits(trial, {"short": (0, short), "long": (0, cut)})
+    first = yield from _last_logits(trial, {"short": (short, short + 1), "long": (cut, long)})
     found: dict[str, list[mx.array]] = {"long": [], "short": [first["short"]]}
     for turn in range(_DECODES):
         parts = {"long": (long + turn, long + turn + 1)}
         if turn + 1 < _DECODES:
             parts["short"] = short + turn + 1, short + turn + 2
-        for name, logits in _last_logits(trial, parts).items():
+        logits_of = yield from _last_logits(trial, parts)
+        for name, logits in logits_of.items():
             found[name].append(logits)
     return found
 
 
-def _last_logits(trial: TrialRequests, parts: dict[str, tuple[int, int]]) -> dict[str, mx.array]:
+def _last_logits(
+    trial: TrialRequests, parts: Mapping[str, tuple[int, int]]
+) -> Generator[float, None, dict[str, mx.array]]:
     """Computes tokens [start, end) of the named requests in one step; the logits of the last `_DECODES` of each."""
     chunks = sorted([trial.chunk(name, *part) for name, part in parts.items()], key=lambda chunk: chunk.num_tokens != 1)
     counts = [min(chunk.num_tokens, _DECODES) for chunk in chunks]
     ends = np.cumsum([chunk.num_tokens for chunk in chunks]).tolist()
     rows = [row for count, end in zip(counts, ends, strict=True) for row in range(end - count, end)]
     own = mx.split(trial.run(chunks, rows), np.cumsum(counts)[:-1].tolist())
+    yield 1.0
     return {chunk.request_id: part for chunk, part in zip(chunks, own, strict=True)}

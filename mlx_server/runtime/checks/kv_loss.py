@@ -52,10 +52,10 @@ def fixed_tokens(vocab_size: int) -> list[int]:
     return token_ids
 
 
-def all_logits(runner: ModelRunner, token_ids: Sequence[int]) -> mx.array:
+def all_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Generator[float, None, mx.array]:
     """Logits after each token except those of the first block, in float32, `[positions, vocabulary]`. One request is
     computed in chunks of a block, so each chunk attends to stored K/V of the chunks before it. Releases the pools. MLX
-    thread."""
+    thread; yields after each chunk."""
     trial = TrialRequests(runner, {"text": token_ids})
     parts = []
     try:
@@ -63,6 +63,7 @@ def all_logits(runner: ModelRunner, token_ids: Sequence[int]) -> mx.array:
             chunk = trial.chunk("text", start, min(start + BLOCK_SIZE, len(token_ids)))
             logits = trial.run([chunk], range(chunk.num_tokens), np.full(chunk.num_tokens, NONE))
             parts.append(logits.astype(mx.float32))
+            yield 1.0
     finally:
         runner.cache.release()
     return mx.concatenate(parts[1:])
@@ -76,13 +77,13 @@ def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str
     if kv_bits == AUTO_KV and runner.cache.index_keys:
         logger.info("K/V stay unquantised: %s.", _UNMEASURED)
         return
-    measuring = _Measuring(runner, vocab_size, backend)
-    yield 1.0
+    measuring = _Measuring(runner, backend)
+    yield from measuring.measure_whole(fixed_tokens(vocab_size))
     if kv_bits == AUTO_KV:
         yield from _choose(measuring)
         return
     bits = KvBits.of(kv_bits)
-    loss = measuring.store(bits)
+    loss = yield from measuring.store(bits)
     measured = _measured(bits, loss)
     better = ", ".join(reversed(FEWER_KV[: FEWER_KV.index(kv_bits)]))
     remedy = f"--kv-bits {better} or {FULL_KV}" if better else f"--kv-bits {FULL_KV}"
@@ -103,18 +104,21 @@ def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str
 class _Measuring:
     """Switches a runner between quantised and unquantised K/V, and compares them."""
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, backend: str) -> None:
+    def __init__(self, runner: ModelRunner, backend: str) -> None:
         self._runner, self._backend = runner, backend
-        self._token_ids = fixed_tokens(vocab_size)
-        self._expected = all_logits(runner, self._token_ids)
         self._whole_bytes, self._whole_backend = runner.cache.block_bytes, runner.cache.backend
 
-    def store(self, bits: KvBits) -> KvLoss:
+    def measure_whole(self, token_ids: Sequence[int]) -> Generator[float, None, None]:
+        """Call it first: computes with unquantised K/V what others are compared with."""
+        self._token_ids = token_ids
+        self._expected = yield from all_logits(self._runner, token_ids)
+
+    def store(self, bits: KvBits) -> Generator[float, None, KvLoss]:
         """Stores K/V in `bits` from now on. Raises `ConfigError` if that is impossible."""
         cache = self._runner.cache
         cache.quantize(bits)
         cache.backend = choose_backend(self._backend, attention_specs(cache.layers))
-        return KvLoss.of(self._expected, all_logits(self._runner, self._token_ids))
+        return KvLoss.of(self._expected, (yield from all_logits(self._runner, self._token_ids)))
 
     def store_whole(self) -> None:
         cache = self._runner.cache
@@ -140,7 +144,7 @@ def _choose(measuring: _Measuring) -> Generator[float, None, None]:
     reason = "quantised K/V lose too much"
     for bits in map(KvBits.of, reversed(FEWER_KV)):
         try:
-            loss = measuring.store(bits)
+            loss = yield from measuring.store(bits)
         except ConfigError as error:
             reason = str(error)
             break
@@ -151,7 +155,6 @@ def _choose(measuring: _Measuring) -> Generator[float, None, None]:
         if loss.divergence <= _WARNED_DIVERGENCE:
             measuring.log_memory(bits)
             return
-        yield 1.0
     measuring.store_whole()
     logger.info("K/V stay unquantised: %s", reason)
 

@@ -4,7 +4,7 @@ this and other checks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -86,35 +86,40 @@ class Probe:
     """A few prompts and plain mlx-lm's logits for them, which a runner must reproduce: without adapters, and then in
     batches with two adapters and one request without, until each adapter has been in a batch. MLX thread.
 
-    Create it before the runner: the model must be as mlx-lm built it, apart from `adapters`.
+    Its generators yield after each step of the model.
     """
 
     def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
-        """Raises `ModelLoadError` if the model fails in mlx-lm itself, or if its logits are NaN or not `vocab_size`
-        wide."""
         rng = np.random.default_rng(0)
         self._model_type = getattr(model, "model_type", type(model).__name__)
         self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
         num_adapters = len(adapters.names)
-        batches = [(NONE,) * len(_PROMPTS)]
-        batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
-        try:
-            plain = {
-                (index, owner): _plain_logits(model, sequence, adapters, owner)
-                for index, sequence in enumerate(self._sequences)
-                for owner in dict.fromkeys(owners[index] for owners in batches)
-            }
-        except ModelLoadError:
-            raise
-        except Exception as error:  # model code, and MLX below it
-            raise model_failure(model, error) from error
-        self._expected = {owners: [plain[place] for place in enumerate(owners)] for owners in batches}
+        self._batches = [(NONE,) * len(_PROMPTS)]
+        self._batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
+        self._model, self._vocab_size, self._adapters = model, vocab_size, adapters
+        self._expected: dict[tuple[int, ...], list[mx.array]] = {}
+
+    def compute_plain(self) -> Generator[float, None, None]:
+        """Computes plain mlx-lm's logits. Call it before a runner is made: the model must be as mlx-lm built it, apart
+        from adapters. Raises `ModelLoadError` if the model fails in mlx-lm itself, or if its logits are NaN or not
+        `vocab_size` wide."""
+        plain: dict[tuple[int, int], mx.array] = {}
+        for index, sequence in enumerate(self._sequences):
+            for owner in dict.fromkeys(owners[index] for owners in self._batches):
+                try:
+                    plain[index, owner] = _plain_logits(self._model, sequence, self._adapters, owner)
+                except ModelLoadError:
+                    raise
+                except Exception as error:  # model code, and MLX below it
+                    raise model_failure(self._model, error) from error
+                yield 1.0
+        self._expected = {owners: [plain[place] for place in enumerate(owners)] for owners in self._batches}
         self._dtype = plain[0, NONE].dtype
         width = plain[0, NONE].shape[-1]
-        if width != vocab_size:
-            raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {vocab_size}.")
+        if width != self._vocab_size:
+            raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {self._vocab_size}.")
 
-    def find_level(self, runner: ModelRunner) -> None:
+    def find_level(self, runner: ModelRunner) -> Generator[float, None, None]:
         """Runs mixed steps of prompt chunks and decodes at one level after another, at each level first with the head
         on selected rows only, then on all rows. The runner stays at the first level with the model's own logits. Raises
         `ModelLoadError` if there is none. Releases the pools."""
@@ -122,7 +127,7 @@ class Probe:
         for level in possible_levels(runner.cache.layers):
             for selects_rows in (True, False) if runner.forward.can_select_rows else (False,):
                 runner.forward.use(level, selects_rows=selects_rows)
-                reason = self._difference(runner)
+                reason = yield from self._difference(runner)
                 if reason is None:
                     _log_level(level)
                     return
@@ -130,24 +135,27 @@ class Probe:
         tried = "; ".join(f"{level}: {reason}" for level, reason in reasons.items())
         raise ModelLoadError(f"Models of type {self._model_type} cannot be served in a paged batch yet ({tried}).")
 
-    def error(self, runner: ModelRunner) -> float:
+    def error(self, runner: ModelRunner) -> Generator[float, None, float]:
         """The largest difference of logits relative to the largest logit, at the runner's current level. Releases the
         pools."""
+        errors = []
         try:
-            return _largest([self._batch_error(runner, owners) for owners in self._expected])
+            for owners in self._batches:
+                errors.append((yield from self._batch_error(runner, owners)))
         finally:
             runner.cache.release()
+        return _largest(errors)
 
-    def _batch_error(self, runner: ModelRunner, owners: tuple[int, ...]) -> float:
-        got, expected = _ragged_logits(runner, self._sequences, owners), self._expected[owners]
+    def _batch_error(self, runner: ModelRunner, owners: tuple[int, ...]) -> Generator[float, None, float]:
+        got, expected = (yield from _ragged_logits(runner, self._sequences, owners)), self._expected[owners]
         if got[0].shape != expected[0].shape:
             raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {expected[0].shape[-1]}")
         return _largest([relative_error(ours, theirs) for ours, theirs in zip(got, expected, strict=True)])
 
-    def _difference(self, runner: ModelRunner) -> str | None:
+    def _difference(self, runner: ModelRunner) -> Generator[float, None, str | None]:
         """Why the ragged batch is not good enough, or None if it is."""
         try:
-            worst = self.error(runner)
+            worst = yield from self.error(runner)
         except UnpageableError as error:
             return f"a layer asks for {error}"
         except Exception as error:  # any error of the model's code
@@ -208,7 +216,9 @@ def _to_host(array: mx.array) -> npt.NDArray[np.float32]:
     return np.array(array.astype(mx.float32))
 
 
-def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...]) -> list[mx.array]:
+def _ragged_logits(
+    runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...]
+) -> Generator[float, None, list[mx.array]]:
     """The same logits from three steps: the long prompt's first chunk with the other prompts; its rest with the others'
     decodes; its decode. `owners` are the sequences' adapters. The second step marks its chunk as one with drafts, so
     that recurrent states are read from one slot and written to another."""
@@ -229,13 +239,16 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
         chunk("middle", 0, middle),
         rows=[cut + short - 1, cut + short + middle - 1],
     )
+    yield 1.0
     second = run(
         chunk("short", short, short + 1),
         chunk("middle", middle, middle + 1),
         chunk("long", cut, long, num_drafts=1),
         rows=[0, 1, 1 + long - cut],
     )
+    yield 1.0
     third = run(chunk("long", long, long + 1), rows=[0])
+    yield 1.0
     return [
         mx.stack([second[2], third[0]]),
         mx.stack([first[0], second[0]]),

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.cache.row_pool import KV_GROUP_SIZE, side_bits
+
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 
@@ -46,13 +49,31 @@ def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype
     return mx.array(((codes - num_codes // 2) * steps).reshape(shape)).astype(dtype)
 
 
+def exhaust(work: Generator[Any, None, T]) -> T:
+    """Does all pieces and returns the result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def median_times(
     candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
 ) -> list[float]:
     """The median seconds of each candidate. After a warm-up, each repeat runs all of them, in rotated order."""
+    return exhaust(median_times_in_pieces(candidates, num_repeats, clock))
+
+
+def median_times_in_pieces(
+    candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
+) -> Generator[None, None, list[float]]:
+    """As `median_times`; yields after each run."""
     for _ in range(_NUM_WARM_UPS):
         for candidate in candidates:
             candidate()
+            yield
     times: list[list[float]] = [[] for _ in candidates]
     for repeat in range(num_repeats):
         for offset in range(len(candidates)):
@@ -60,4 +81,5 @@ def median_times(
             start_s = clock()
             candidates[index]()
             times[index].append(clock() - start_s)
+            yield
     return [statistics.median(column) for column in times]

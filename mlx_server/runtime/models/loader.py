@@ -29,6 +29,7 @@ from mlx_server.runtime.checks.probe import Probe
 from mlx_server.runtime.checks.step_costs import FirstSteps, context_doubling, measure_first_steps
 from mlx_server.runtime.kernels.gpu.product_choice import gpu_products
 from mlx_server.runtime.kernels.gpu.products import ProductKernels
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.layers.cpu import bfloat16_weights, install_native, native_library
 from mlx_server.runtime.layers.sharding import NO_IMAGES, Group, agreement, shard_model
@@ -218,16 +219,6 @@ def _evaluate(model: Any) -> Pieces[None]:
     yield 1.0
 
 
-def exhaust(work: Pieces[T]) -> T:
-    """Does all pieces and returns the result."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
 def make_runner(
     loaded: LoadedModel,
     *,
@@ -254,16 +245,17 @@ def make_runner(
     layers = discover_layers(loaded.model)
     yield 1.0
     cache = PagedKVCache(layers, choose_backend(backend, attention_specs(layers)))
+    yield 1.0
     if batch_invariant:
-        compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
-        yield 1.0
+        yield from compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
     probe = Probe(loaded.model, loaded.vocab_size, loaded.adapters)
+    yield from probe.compute_plain()
     pooler = Pooler(load_dense(loaded.pooling))
     runner = ModelRunner(loaded.model, cache, loaded.vocab_size, loaded.adapters, pooler)
     if loaded.group is not None:
         runner.sampler.agree = agreement(loaded.group)
     try:
-        probe.find_level(runner)
+        yield from probe.find_level(runner)
         no_vision = loaded.no_vision or find_image_fault(loaded.model, runner, loaded.vocab_size)
         is_bidirectional = _check_pooling(loaded, runner)
         if is_bidirectional:
@@ -271,11 +263,10 @@ def make_runner(
         elif pool.kv_bits != FULL_KV:
             yield from quantize_kv(runner, loaded.vocab_size, pool.kv_bits, backend)
             if batch_invariant:
-                compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
+                yield from compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
         yield 1.0
         if batch_invariant:
-            check_invariance(runner, loaded.vocab_size)
-            yield 1.0
+            yield from check_invariance(runner, loaded.vocab_size)
         runner.warm_up_sampler()
         yield 1.0
         mx.clear_cache()  # frees the memory of the probe

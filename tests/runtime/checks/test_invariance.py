@@ -22,9 +22,10 @@ from mlx_server.runtime.checks.invariance import check_invariance, compute_by_ro
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.product_choice import MakeForm, ProductTimes, gpu_products
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
+from mlx_server.runtime.models.loader import LoadedModel, make_runner
 from tests.engine_worlds import NATIVE_BACKEND, on_the_cpu
 from tests.tiny_models import tiny_model
 
@@ -51,7 +52,7 @@ def _metal_runner(bits: int | None, *, exact: bool) -> ModelRunner:
     for _ in products:
         pass
     if exact:
-        compute_by_row(model, cache.backend, ())
+        exhaust(compute_by_row(model, cache.backend, ()))
     runner = ModelRunner(model, cache, 96, AdapterRows())
     runner.forward.use(possible_levels(cache.layers)[0], selects_rows=True)
     return runner
@@ -64,15 +65,15 @@ def test_steps_of_metal_kernels_give_a_request_the_same_bits_in_any_batch(
 ) -> None:
     """In chunks, among others and alone; without --batch-invariant they do not."""
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
-    check_invariance(_metal_runner(bits, exact=True), 96)
+    exhaust(check_invariance(_metal_runner(bits, exact=True), 96))
     with pytest.raises(ModelLoadError, match="bits depend on the batch with the metal attention backend"):
-        check_invariance(_metal_runner(bits, exact=False), 96)
+        exhaust(check_invariance(_metal_runner(bits, exact=False), 96))
 
 
 @on_the_cpu
 def test_adapters_are_refused() -> None:
     with pytest.raises(ModelLoadError, match=r"with adapters \(one, two\)"):
-        compute_by_row(nn.Linear(8, 8), CpuBackend(1), ["one", "two"])
+        exhaust(compute_by_row(nn.Linear(8, 8), CpuBackend(1), ["one", "two"]))
 
 
 @on_the_cpu
@@ -95,3 +96,27 @@ def test_a_model_whose_logits_depend_on_the_batch_is_refused() -> None:
     )
     with pytest.raises(ModelLoadError, match="bits depend on the batch"):
         exhaust(steps)
+
+
+@on_the_cpu
+def test_no_piece_of_a_load_computes_more_than_one_step() -> None:
+    """And at most one decode, so streams of other models wait for that."""
+    model = llama.Model(llama.ModelArgs("llama", 64, 2, 64, 2, 1e-5, 96))
+    layer, calls = model.layers[1].mlp, []
+    plain = type(layer).__call__
+    layer.__class__ = type("Counted", (type(layer),), {"__call__": lambda self, x: calls.append(1) or plain(self, x)})
+    steps = make_runner(
+        LoadedModel("llama", model, {"vocab_size": 96}, None),
+        backend=NATIVE_BACKEND,
+        pool=CacheConfig(num_kv_blocks=64, kv_bits="8"),
+        max_num_tokens=1000,
+        max_num_seqs=4,
+        kv_limit_bytes=10**9,
+        state_limit_bytes=10**8,
+        batch_invariant=True,
+    )
+    counts = []
+    for _ in steps:
+        counts.append(len(calls))
+        calls.clear()
+    assert (max(counts), sum(counts)) == (2, 33)

@@ -27,8 +27,9 @@ from mlx_server.runtime.cache.row_pool import PlainRows
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.drafts.heads import HeadFiles, HeadModel, find_heads, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.models.blueprint import build_model
-from mlx_server.runtime.models.loader import LoadedModel, exhaust, load
+from mlx_server.runtime.models.loader import LoadedModel, load
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.heads import NAMES, as_published, head_config, head_folder, head_weights, save_head

@@ -22,8 +22,9 @@ from mlx_server.model_entries import Adapter
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.attention.cache_views import UnpageableError, row_groups
 from mlx_server.runtime.cache.block_tables import BlockTables
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import NONE, AdaptedLinear, AdapterRows, ColumnLayout, LowRank, install_adapters
-from mlx_server.runtime.models.loader import exhaust, load, load_in_pieces
+from mlx_server.runtime.models.loader import load, load_in_pieces
 from tests.adapter_files import plain_model, save_adapter, write_adapter, write_model
 from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, Subject, preempt_every, worst_error
 from tests.engine_worlds import greedy, random_prompts

@@ -20,8 +20,9 @@ from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import MakeKernel, PagedKernels, Scores
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo, exhaust, make_runner
+from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from tests.tiny_models import tiny_model
 

@@ -16,9 +16,10 @@ from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
 from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, find_image_fault, sees_both_ways
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.models import vlm
-from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
+from mlx_server.runtime.models.loader import RunnerInfo, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.runtime.vision import ImageEncoder, encode

@@ -18,8 +18,9 @@ from mlx_server.config import CacheConfig, Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.cache_views import UnpageableError
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.models import vision_towers
-from mlx_server.runtime.models.loader import exhaust, load, make_runner
+from mlx_server.runtime.models.loader import load, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 from mlx_server.runtime.models.vision_towers import AxisRope, TowerModel
 from mlx_server.runtime.models.vlm import vlm_module

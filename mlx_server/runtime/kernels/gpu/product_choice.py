@@ -32,7 +32,7 @@ from mlx_server.runtime.kernels.gpu.products import (
     weights_of,
 )
 from mlx_server.runtime.kernels.gpu.variants import DTYPES
-from mlx_server.runtime.kernels.trials import KERNEL_TOLERANCES, median_times
+from mlx_server.runtime.kernels.trials import KERNEL_TOLERANCES, median_times_in_pieces
 from mlx_server.runtime.layers.fixed_rows import FixedRows
 from mlx_server.runtime.layers.products import (
     Product,
@@ -126,8 +126,7 @@ def gpu_products(
     tables: dict[ProductShape, _Table] = {}
     for shape, alike in layers.items():
         chooser = _Chooser(shape, alike, kernels, fixed, measure or measure_products)
-        tables[shape] = chooser.table(known.get(shape) or (yield from _measured(chooser, stored)))
-        yield
+        tables[shape] = yield from chooser.table(known.get(shape) or (yield from _measured(chooser, stored)))
 
     def make(layer: Any) -> RowProduct | None:
         shape = ProductShape.of(layer)
@@ -194,29 +193,31 @@ class _Chooser:
         if self._fixed is not None:
             candidates = _in_fixed_rows(self._fixed, self._layers[0])
         for form, product in self._products.items():
-            if self._is_right(form):
+            if (yield from self._is_right(form)):
                 candidates[form] = partial(form_product, product)
-            yield
         counts = ROW_COUNTS if self._fixed is None else EXACT_COUNTS
         return (yield from self._measure(self.shape, self._layers, candidates, counts))
 
-    def table(self, times: ProductTimes) -> _Table:
+    def table(self, times: ProductTimes) -> Generator[None, None, _Table]:
         """The table by these times, of forms that pass their test."""
         forms = [form for form in self._products if form in times.seconds and self._failures.get(form) is None]
         if self._fixed is not None:
             chosen: tuple[Form | None, ...] = (times.evenly_fastest(forms),) * len(ROW_COUNTS)
         else:
             chosen = times.fastest(forms)
-        if any(not self._is_right(form) for form in set(chosen) if form is not None):
-            return self.table(times)
+        for form in dict.fromkeys(chosen):
+            if form is not None and not (yield from self._is_right(form)):
+                return (yield from self.table(times))
         few: list[FormProduct | None] = [None]
         for count, form in zip(ROW_COUNTS, chosen):
             few += [None if form is None else self._products[form]] * (count + 1 - len(few))
         return _Table(tuple(few), None if self._fixed is None else few[-1])
 
-    def _is_right(self, form: Form) -> bool:
+    def _is_right(self, form: Form) -> Generator[None, None, bool]:
         if form not in self._failures:
-            self._failures[form] = failure = product_failure(self._products[form], self.shape, self._layers[0])
+            self._failures[form] = failure = yield from product_failure(
+                self._products[form], self.shape, self._layers[0]
+            )
             if failure is not None:
                 logger.warning("The %s form of products with %s is not used: %s.", form, self.shape, failure)
         return self._failures[form] is None
@@ -250,9 +251,9 @@ def _row_product(layer: Any, shape: ProductShape, table: _Table, fixed: RowProdu
     return product
 
 
-def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> str | None:
-    """The reason why a form is wrong on this GPU, or None. Compares its results with MLX's, and the bits of rows
-    between products with 1 to 32 rows and in reverse order."""
+def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> Generator[None, None, str | None]:
+    """Returns the reason why a form is wrong on this GPU, or None. Compares its results with MLX's, and the bits of
+    rows between products with 1 to 32 rows and in reverse order. Yields after each number of rows."""
     x = mx.random.normal((_MAX_ROWS, shape.depth), shape.dtype, key=mx.random.key(0))
     weights = weights_of(layer)
     try:
@@ -264,6 +265,7 @@ def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> st
         for count in range(1, _MAX_ROWS):
             if not _same_bits(product(x[:count], count, weights), whole[:count]):
                 return f"a row among {count} has other bits than among {_MAX_ROWS}"
+            yield
         if not _same_bits(product(x[::-1], _MAX_ROWS, weights), whole[::-1]):
             return "a row has other bits in another place"
     except (RuntimeError, ValueError) as fault:
@@ -280,7 +282,7 @@ def measure_products(
     shape: ProductShape, layers: Sequence[Any], candidates: Mapping[Form | None, MakeForm], counts: Sequence[int]
 ) -> Pieces:
     """Measures products in a chain of so many layers that caches cannot hold their weights. The time to build the graph
-    is included, because the thread that runs a step also builds it. Yields after each number of rows."""
+    is included, because the thread that runs a step also builds it. Yields after each run of a chain."""
     enough = -(-_CHAIN_BYTES // shape.weight_bytes)
     chained = layers[: min(enough, _MAX_LAYERS)]
     links = [[make(layer) for layer in chained] for make in candidates.values()]
@@ -288,10 +290,9 @@ def measure_products(
     for num_rows in counts:
         x = mx.random.normal((num_rows, shape.depth), shape.dtype, key=mx.random.key(num_rows))
         mx.eval(x)
-        times = median_times([chain(link, x) for link in links], _NUM_REPEATS)
+        times = yield from median_times_in_pieces([chain(link, x) for link in links], _NUM_REPEATS)
         for column, seconds in zip(columns.values(), times):
             column.append(seconds / len(chained))
-        yield
     return ProductTimes({form: tuple(column) for form, column in columns.items()})
 
 
