@@ -66,12 +66,13 @@ def words_of_commands(text: str) -> Iterator[list[str]]:
         words = (
             shlex.split(line.removesuffix(" &")) if any(name in line for name in ("mlx-serve", "./scripts/")) else []
         )
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        if words and words[0] == "mlx-serve":
-            yield words[1:]
-        elif words and words[0] in SCRIPTS:
-            yield [*SCRIPTS[words[0]].split(), *words[1:]]
+        for place, word in enumerate(words):  # behind variables and programs that start it
+            if Path(word).name == "mlx-serve":
+                yield words[place + 1 : words.index(">") if ">" in words else None]
+                break
+            if word in SCRIPTS:
+                yield [*SCRIPTS[word].split(), *words[place + 1 :]]
+                break
 
 
 def test_every_block_of_shell_is_found() -> None:
@@ -98,19 +99,20 @@ def parser_of(words: list[str]) -> tuple[Parser | None, list[str]]:
     return parser, list(rest)
 
 
-def all_flags(node: Command | Group) -> Iterator[str]:
+def all_parsers(node: Command | Group) -> Iterator[argparse.ArgumentParser]:
     if isinstance(node, Group):
         for child in node.commands.values():
-            yield from all_flags(child)
+            yield from all_parsers(child)
     else:
         parser = argparse.ArgumentParser()
         node.add_to(parser)
-        yield from (option for action in parser._actions for option in action.option_strings)
+        yield parser
 
 
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
-    return set(all_flags(cli.commands()))
+    actions = (action for parser in all_parsers(cli.commands()) for action in parser._actions)
+    return {option for action in actions for option in action.option_strings}
 
 
 @pages
@@ -164,21 +166,34 @@ def test_there_are_commands() -> None:
     assert sum(len(list(words_of_commands(text_of(page)))) for page in PAGES) > 30
 
 
+def check_command(words: list[str]) -> None:
+    parser, rest = parser_of(words)
+    if parser is None or "--help" in rest:
+        return
+    try:
+        _, extra = parser.parse_known_args(rest)
+    except ValueError as error:
+        if "required" not in str(error):
+            raise
+        # Running text leaves out what is required; what it has must be right all the same.
+        known = {option for action in parser._actions for option in action.option_strings}
+        extra = [word for word in rest if word.startswith("--") and word not in known]
+    assert not extra, f"mlx-serve {' '.join(words)}: {extra}"
+
+
 @pages
 def test_commands_are_accepted_as_they_are_written(page: Path) -> None:
     for words in words_of_commands(text_of(page)):
-        parser, rest = parser_of(words)
-        if parser is None or "--help" in rest:
-            continue
-        try:
-            _, extra = parser.parse_known_args(rest)
-        except ValueError as error:
-            if "required" not in str(error):
-                raise
-            # Running text leaves out what is required; what it has must be right all the same.
-            known = {option for action in parser._actions for option in action.option_strings}
-            extra = [word for word in rest if word.startswith("--") and word not in known]
-        assert not extra, f"mlx-serve {' '.join(words)}: {extra}"
+        check_command(words)
+
+
+def test_examples_of_help_are_accepted() -> None:
+    texts = [parser.description or "" for parser in all_parsers(cli.commands())]
+    blocks = [f"```sh\n{text.partition('examples:')[2]}\n```" for text in texts]
+    examples = [words for block in blocks for words in words_of_commands(block)]
+    assert len(examples) > 20
+    for words in examples:
+        check_command(words)
 
 
 @pages
