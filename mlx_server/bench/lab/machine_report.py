@@ -30,7 +30,9 @@ from pathlib import Path
 import httpx
 import mlx.core as mx
 import psutil
+from huggingface_hub import constants
 
+import mlx_server
 from mlx_server.bench.instruments import describe_environment
 from mlx_server.bench.lab.attention import Case, measure_copy
 from mlx_server.bench.lab.kernels import measure_case, render_results
@@ -62,6 +64,14 @@ _NUM_ROWS = (1, 2, 4, 8, 16, 32)
 _COPY_BYTES = 128 * 2**20
 _NUM_LAYERS = 8
 _VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
+_SECRET_VARIABLE = re.compile(r".*(TOKEN|KEY|SECRET|PASSWORD)", re.IGNORECASE)
+_MIN_SECRET_CHARS = 6
+_SECRET_FORMS = {
+    r"\bhf_[A-Za-z0-9]{20,}|\bmlxs_[\w-]{20,}": "<secret>",
+    r"(\w://)[^\s/@]+@": r"\1<secret>@",
+    r"(\w://[^\s?'\"]+\?)[^\s'\"]+": r"\1<secret>",
+}
+"""Tokens of the hub, our keys; users and queries of URLs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +121,40 @@ def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) 
 
 
 def redact(text: str, config: Config) -> str:
-    """The text without the user's paths, those of the configured models included, and the names of user and host."""
-    models = [Path(name) for name in (config.model.model, *(entry.model for entry in config.models))]
-    folders = {str(path.parent): "<models>" for path in models if path.is_absolute()}
-    folders |= {os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
-    folders["/private" + tempfile.gettempdir()] = "<tmp>"
+    """The text without secrets, the user's paths, those of the configured models included, and the names of user and
+    host. Secrets are known by their form, or as values of settings and variables that are named so."""
+    for secret in sorted(_secrets(config), key=len, reverse=True):
+        text = text.replace(secret, "<secret>")
+    for form, shown in _SECRET_FORMS.items():
+        text = re.sub(form, shown, text)
+    folders = _folders(config)
+    for folder in sorted(folders, key=len, reverse=True):
+        text = text.replace(folder, folders[folder])
     names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    with contextlib.suppress(KeyError, OSError, RuntimeError, ServeError):  # a user of a container may have no entry
-        folders[str(home())] = "<mlx-serve>"
-        folders[str(Path.home())] = "~"
+    with contextlib.suppress(KeyError, OSError):  # a user of a container may have no entry
         names.add(getpass.getuser())
-    for folder, shown in sorted(folders.items(), key=lambda item: -len(item[0])):
-        if len(folder) > 1:
-            text = text.replace(folder, shown)
-    for name in names - {"", "root"}:
+    for name in sorted(names - {"", "root"}, key=len, reverse=True):
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<name>", text)
     return text
+
+
+def _secrets(config: Config) -> set[str]:
+    ours = {getattr(getattr(config, setting.section), setting.name) for setting in settings() if setting.is_secret}
+    others = {value for name, value in os.environ.items() if _SECRET_VARIABLE.fullmatch(name)}
+    return {value for value in ours | others if value and len(value) >= _MIN_SECRET_CHARS}
+
+
+def _folders(config: Config) -> dict[str, str]:
+    """What to write for each folder, as it is written and with links resolved."""
+    models = [Path(name).parent for name in (config.model.model, *(entry.model for entry in config.models))]
+    shown = {folder: "<models>" for folder in models if folder.is_absolute() or folder.parts[:1] == ("..",)}
+    shown |= {Path(tempfile.gettempdir()): "<tmp>", Path(sys.prefix): "<python>"}
+    shown |= {Path(mlx_server.__file__).parents[1]: "<package>", Path(constants.HF_HUB_CACHE): "<hub>"}
+    shown[Path.cwd()] = "."
+    with contextlib.suppress(RuntimeError, ServeError):  # a user of a container may have no home
+        shown |= {home(): "<mlx-serve>", Path.home(): "~"}
+    found = {str(path): word for folder, word in shown.items() for path in (folder, folder.resolve())}
+    return {path: word for path, word in found.items() if path not in ("/", "..")}
 
 
 def _run(title: str, run: Callable[[], Finding]) -> Stage:

@@ -6,6 +6,7 @@ import dataclasses
 import getpass
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from emulator.worlds import toolchain
 from mlx_server.bench.lab import machine_report, soak
 from mlx_server.bench.lab.machine_report import product_tests, redact, self_tests
 from mlx_server.cli.main import main
-from mlx_server.config import Config, ModelConfig
+from mlx_server.config import Config, ModelConfig, ServerConfig
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.model_entries import ModelEntry
@@ -209,6 +210,42 @@ def test_folders_outside_the_users_home_are_left_out(monkeypatch: pytest.MonkeyP
     assert redact(text, Config(models=entries)) == shown
     config = Config(model=ModelConfig(model="/srv/acme/qwen"))
     assert redact("/srv/acme/qwen is no model", config) == "<models>/qwen is no model"
+
+
+def test_models_beside_the_current_folder_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    current = tmp_path / "acme" / "work"
+    current.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "acme")
+    monkeypatch.chdir(current)
+    for name in ("../secret/qwen", "../../acme/secret/qwen", str(tmp_path / "link" / "secret" / "qwen")):
+        config = Config(model=ModelConfig(model=name))
+        text = f"{name}/config.json, {tmp_path}/acme/secret/qwen, {current}/log, mlx-community/acme"
+        assert redact(text, config) == "<models>/qwen/config.json, <models>/qwen, ./log, mlx-community/acme"
+    assert redact("../qwen/config.json", Config(model=ModelConfig(model="../qwen"))) == "../qwen/config.json"
+
+
+def test_all_of_a_hosts_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "mac.lab.acme.example")
+    assert redact("mac.lab.acme.example, mac", Config()) == "<name>, <name>"
+
+
+def test_the_places_of_packages_and_of_the_hubs_cache_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/Volumes/acme/hub")
+    monkeypatch.chdir("/")
+    text = f"/Volumes/acme/hub/models--a--b/snapshots, {machine_report.__file__}"
+    assert redact(text, Config()) == "<hub>/models--a--b/snapshots, <package>/mlx_server/bench/lab/machine_report.py"
+
+
+def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "aB3" * 11)
+    monkeypatch.setenv("ACME_INDEX_PASSWORD", "correct horse")
+    config = Config(server=ServerConfig(api_key="sesame-42"))
+    token, key = "hf_" + "xY9" * 11, "mlxs_3f9c0a1b2c4d_" + "k-_7" * 11
+    text = f"{os.environ['HF_TOKEN']} {token} {key} sesame-42 'correct horse' hf_hub_download"
+    assert redact(text, config) == "<secret> <secret> <secret> <secret> '<secret>' hf_hub_download"
+    text = "GET https://ada:pass@index.acme.example/simple/a?token=abc&x=1 (http://127.0.0.1:8000/v1/models)"
+    shown = "GET https://<secret>@index.acme.example/simple/a?<secret> (http://127.0.0.1:8000/v1/models)"
+    assert redact(text, Config()) == shown
 
 
 def test_a_user_without_an_entry_has_no_name_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
