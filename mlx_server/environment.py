@@ -4,6 +4,7 @@ folders, standard streams, the limit of open files, and environment variables th
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -22,6 +23,7 @@ MAX_INPUT = 100_000_000
 """Most characters or bytes of prompts that a command sends to a server."""
 
 _MAX_SETTINGS_BYTES = 1_000_000
+_DISKS = Path("/Volumes")
 _TMUTIL = "/usr/bin/tmutil"
 _TMUTIL_S = 10.0
 
@@ -64,9 +66,18 @@ def exists(path: Path) -> bool:
     return True
 
 
+def check_mounted(path: Path) -> None:
+    """Raises `FileNotFoundError` for a path on a disk of a Mac that is not attached: there, root could make folders on
+    the system's disk, and others get an error about permissions."""
+    disk = Path(*Path(os.path.realpath(path)).parts[: len(_DISKS.parts) + 1])
+    if is_mac() and disk.parent == _DISKS and not disk.is_mount():
+        raise FileNotFoundError(errno.ENOENT, "no disk is mounted there; attach it", str(disk))
+
+
 def make_cache_folder(folder: Path, mode: int = 0o777) -> None:
     """Makes a folder and its parents, unless it exists, for large files that can be made again: on a Mac, a new one is
     left out of Time Machine's backups, if the system allows. Waits for that. Raises `OSError`."""
+    check_mounted(folder)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True, mode=mode)
     if is_new and is_mac():

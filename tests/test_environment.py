@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_server import environment
+from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.kv_disk.files import Files
 from mlx_server.runtime.models.resolve import resolve_model
 from tests.gguf_files import write_gguf
@@ -33,6 +34,29 @@ def test_what_can_be_made_again_is_left_out_of_backups_once(tmutil: Path, tmp_pa
         (tmp_path / "tiny.gguf").touch()
     excluded = [f"addexclusion {tmp_path / 'home' / name}" for name in ("kv-disk", "models")]
     assert tmutil.read_text().splitlines() == excluded
+
+
+def test_a_disk_that_is_not_attached_is_named(tmutil: Path, monkeypatch, tmp_path: Path) -> None:
+    disks = tmp_path / "Volumes"
+    disks.mkdir()
+    monkeypatch.setattr(environment, "_DISKS", disks)
+    reason = f"no disk is mounted there; attach it: '{disks / 'fast'}'"
+    with pytest.raises(OSError, match=reason):
+        Files(disks / "fast" / "kv")
+    (tmp_path / "link").symlink_to(disks / "fast")
+    for model in (disks / "fast" / "qwen", disks / "fast" / "qwen.gguf", tmp_path / "link" / "qwen"):
+        with pytest.raises(ModelLoadError, match=reason):
+            resolve_model(str(model))
+    monkeypatch.setenv("MLX_SERVE_HOME", str(disks / "fast" / "home"))
+    with pytest.raises(DownloadError, match=f"in {disks / 'fast'}: no disk is mounted there; attach it"):
+        resolve_model("smollm2")
+    write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(DownloadError, match="no disk is mounted there"):
+        resolve_model(str(tmp_path / "tiny.gguf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(disks / "fast" / "hub"))
+    with pytest.raises(ModelLoadError, match=reason):
+        resolve_model("mlx-community/Qwen3-0.6B-4bit")
+    assert not (disks / "fast" / "kv").exists()
 
 
 @pytest.mark.parametrize("is_mac", [True, False])

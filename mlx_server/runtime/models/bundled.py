@@ -34,7 +34,7 @@ from mlx_server import config
 from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.folder import matching, sha256_of
-from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
+from mlx_server.runtime.models.gguf import CONVERSION, WeightFormat, convert_gguf, native_weight_format
 from mlx_server.runtime.models.made_folders import (
     check_space,
     finish,
@@ -163,8 +163,6 @@ def _find(folder: Path, file_name: str) -> Path:
 
 
 _ORIGIN_FILE = "origin.json"
-_CONVERSION = 1
-"""A higher number makes the server convert again what an older version converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,7 @@ class BundledModel:
             "sha256": self.sha256,
             "weight_format": str(weight_format),
             "sampling": dict(self.sampling),
-            "conversion": _CONVERSION,
+            "conversion": CONVERSION,
         }
 
 

@@ -26,17 +26,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_server.config import home
-from mlx_server.environment import make_cache_folder
+from mlx_server.environment import check_mounted, make_cache_folder
 from mlx_server.errors import DownloadError, InsufficientStorageError, ModelLoadError
 from mlx_server.runtime.models.folder import damaged_files, missing_parts, write_manifest
-from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, split_names
+from mlx_server.runtime.models.gguf import CONVERSION, WeightFormat, convert_gguf, split_names
 from mlx_server.runtime.models.progress import Report, shown
 
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "made.json"
-_GGUF_VERSION = 2
-"""A higher number makes the server convert again what an older version converted."""
 _GROWTH = 1.5
 """Upper bound for the size of a converted folder relative to its GGUF file: 6-bit numbers become 8-bit ones."""
 _SHARD_BYTES = 2**30
@@ -83,7 +81,7 @@ def _gguf_recipe(name: str, path: Path) -> Recipe:
     if missing:
         raise ModelLoadError(f"{path} is one of {len(files)} files of a model, and {missing[0]} is missing.")
     needed = int(sum(part.stat().st_size for part in files) * _GROWTH)
-    return Recipe(name, path.name.removesuffix(".gguf"), "converting", files, f"gguf {_GGUF_VERSION}", needed)
+    return Recipe(name, path.name.removesuffix(".gguf"), "converting", files, f"gguf {CONVERSION}", needed)
 
 
 def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
@@ -154,6 +152,7 @@ def is_made(folder: Path, record: str, content: Mapping[str, object]) -> bool:
 def scratch_folder(lock: Path, work: str) -> Iterator[Path]:
     """An empty folder beside the file `lock`, removed afterwards. One process at a time gets it, which does `work`; the
     system releases the lock when that process ends in any way."""
+    check_mounted(lock)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         try:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from mlx_server.config import WHOLE_WEIGHTS
-from mlx_server.environment import exists, expanded
+from mlx_server.environment import check_mounted, exists, expanded
 from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models import random_models
@@ -53,6 +54,7 @@ def _resolved(name: str, dtype: str) -> Path:
         is_expanded = dtype == "float32" and mx.default_device() == mx.cpu
         return pull_bundled(weight_format=WeightFormat.FLOAT32 if is_expanded else None)
     path = expanded(name)
+    check_mounted(path)
     if exists(path):
         if path.is_dir():
             return _checked(path)
@@ -125,6 +127,7 @@ def _hub_file(name: str, repo: str, file: str) -> Path:
 
 def _hub_snapshot(model: str, name: str, patterns: Sequence[str] = HUB_FILES) -> Path:
     """The snapshot of the hub's model `name`; `model` is the user's name for it."""
+    check_mounted(Path(constants.HF_HUB_CACHE))
     try:
         return fetch_snapshot(model, name, patterns)
     except DownloadError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -26,7 +27,7 @@ from mlx_server.errors import DownloadError, InsufficientStorageError
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models import bundled, made_folders
 from mlx_server.runtime.models.bundled import SMOLLM2, BundledModel, pull_bundled
-from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
+from mlx_server.runtime.models.gguf import CONVERSION, WeightFormat, convert_gguf
 from mlx_server.runtime.models.progress import Report
 from tests.gguf_files import write_gguf, write_wheel
 
@@ -218,7 +219,7 @@ PULL_SCRIPT = """
     import os, shutil, signal
     from pathlib import Path
     from mlx_server.runtime.models import bundled
-    from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
+    from mlx_server.runtime.models.gguf import CONVERSION, WeightFormat, convert_gguf
 
     model = bundled.BundledModel(*{model!r})
 
@@ -297,6 +298,7 @@ def test_a_file_that_was_cut_short_is_noticed_and_the_folder_made_anew(world, na
 def test_a_folder_of_another_version_is_made_anew(world, recorded):
     origin = world.pull() / "origin.json"
     current = origin.read_text()
+    assert json.loads(current)["conversion"] == CONVERSION
     origin.write_text(recorded)
     world.pull()
     assert origin.read_text() == current

@@ -13,6 +13,9 @@ from mlx_server.runtime.models.progress import Report
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
+CONVERSION = 2
+"""A higher number makes the server convert again what an older version converted."""
+
 
 class WeightFormat(enum.StrEnum):
     """How converted weights are stored."""
