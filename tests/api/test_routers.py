@@ -106,8 +106,17 @@ async def loads(servers: Sequence[Server], http: httpx.AsyncClient) -> list[int]
     return [int((await http.get(f"{each.url}/load")).json()["server_load"]) for each in servers]
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, "death"])
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        pytest.param("smg", signal.SIGTERM, marks=needs("smg")),
+        pytest.param("smg", signal.SIGKILL, marks=[needs("smg"), pytest.mark.full]),
+        pytest.param("smg", "death", marks=[needs("smg"), pytest.mark.full]),
+        pytest.param("vllm-router", signal.SIGTERM, marks=[needs("vllm-router"), pytest.mark.full]),
+        pytest.param("vllm-router", signal.SIGKILL, marks=needs("vllm-router")),
+        pytest.param("vllm-router", "death", marks=[needs("vllm-router"), pytest.mark.full]),
+    ],
+)
 async def test_sixty_requests_of_which_one_server_s_goes(name: str, end: int | str, tmp_path: Path):
     """SIGTERM: all are answered. SIGKILL, or a dead engine: only those end that were open there."""
     async with server(drain_timeout_s=MAX_S) as one, server(drain_timeout_s=MAX_S) as other:

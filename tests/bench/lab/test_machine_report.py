@@ -139,7 +139,7 @@ def test_an_embedding_model_is_loaded_and_not_asked_for_text(
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_of_several_models_the_first_is_reported_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for stage in ("self_tests", "_timings", "product_tests"):
+    for stage in ("self_tests", "_timings", "product_tests", "_soak"):
         monkeypatch.setattr(machine_report, stage, lambda *_: machine_report.Finding("as it should be"))
     config, path = tmp_path / "several.toml", tmp_path / "report.md"
     folders = (str(make_folder(tmp_path / "first")), str(tmp_path / "nothing"))
@@ -266,8 +266,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "_SETTLE_S", 0.3)
 
 
-async def test_a_soak_of_a_sound_engine_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = await soak.soak("random:mini", 1.0)
+@pytest.mark.usefixtures("short")
+async def test_a_soak_of_a_sound_engine_finds_nothing(tmp_path: Path) -> None:
+    result = await soak.soak(str(make_folder(tmp_path / "model")), 0.8)
     assert result.problems == []
     assert min(result.num_whole, result.num_aborted, len(result.samples)) > 0
     assert result.num_equal <= result.num_whole
