@@ -5,9 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "_setup.sh"
 TOOLS = ("cat", "cksum", "cp", "cut", "dirname", "mkdir", "rm")
@@ -89,3 +93,18 @@ def test_an_older_macos_is_named(mac: Mac) -> None:
     status, said = mac.set_up(PYTHON=mac.native)
     assert (status, mac.python.exists()) == (1, False)
     assert said.splitlines()[-1] == "error: This is macOS 13.6.1, and MLX needs macOS 14 or later on Apple silicon."
+
+
+@pytest.mark.skipif(Path(sys.prefix).name != ".venv-lowest", reason="only ./scripts/test-lowest installs them")
+def test_the_lowest_versions_that_are_declared_are_installed() -> None:
+    """A bound that no installation can reach says nothing."""
+    project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["fleet"]]]
+    lowest = {
+        one.name: Version(bound.version)
+        for one in wanted
+        if one.marker is None or one.marker.evaluate()
+        for bound in one.specifier
+        if bound.operator == ">="
+    }
+    assert {name: Version(metadata.version(name)) for name in lowest} == lowest
