@@ -1,5 +1,9 @@
 """Shows what this machine has: processor, memory, MLX and its devices, BLAS, compiler, attention backends, the port,
 who may use the server, and the models. Nothing is changed or fetched, except for the model that --report uses.
+
+examples:
+  mlx-serve doctor
+  mlx-serve doctor --report
 """
 
 from __future__ import annotations
