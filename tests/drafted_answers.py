@@ -29,7 +29,7 @@ DRAFTED_SAMPLING = (
 
 
 Answers = list[tuple[int, ...]]
-_PLAIN: dict[tuple[bytes, str], Answers] = {}
+_PLAIN: dict[tuple[object, ...], Answers] = {}
 
 
 def answers_in_small_pool(
@@ -49,7 +49,7 @@ def answers_in_small_pool(
 
 def check_random_drafts(target: str, prompts: Sequence[Sequence[int]], **settings: Any) -> EngineStats:
     """The answers are those without drafts, which are computed once for all tests with the same model."""
-    key = (Path(target, "model.safetensors").read_bytes(), repr(prompts))
+    key = (*(Path(target, name).read_bytes() for name in ("config.json", "model.safetensors")), repr(prompts))
     if key not in _PLAIN:
         _PLAIN[key], _ = answers_in_small_pool(target, prompts, speculate="off")
     drafted, stats = answers_in_small_pool(target, prompts, max_draft_tokens=4, **settings)
