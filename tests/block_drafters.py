@@ -27,6 +27,7 @@ LAYERS = (0, 2)
 
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SCALED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 2.0}
 
 
@@ -67,7 +68,8 @@ def drafter_config(kind: str, target: dict[str, Any], **more: Any) -> dict[str, 
 
 
 def _as_speculator(config: dict[str, Any], layers: list[int]) -> dict[str, Any]:
-    layer = {**config, "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    ropes = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": _ROPE}
+    layer = {**config, "attention_bias": True, "rope_parameters": ropes}
     for name in ("architectures", "dflash_config", "num_target_layers", "rope_theta", "block_size"):
         del layer[name]
     return {
@@ -88,7 +90,8 @@ class _Trimmed(FirstModel):
 
     def __init__(self, config: dict[str, Any]) -> None:
         own = {"target_layer_ids": [index - 1 for index in config["aux_hidden_state_layer_ids"]]}
-        super().__init__(FirstConfig.from_dict({**config["transformer_layer_config"], **config, **own}))
+        layer = {**config["transformer_layer_config"], "rope_parameters": _ROPE}
+        super().__init__(FirstConfig.from_dict({**layer, **config, **own}))
         size = config["draft_vocab_size"]
         self.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
         for layer in self.layers:

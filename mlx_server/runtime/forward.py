@@ -130,10 +130,8 @@ class ModelForward:
                 raise UnpageableError(
                     "images that only layers with a window see both ways, where all layers share blocks"
                 )
-            plans = [
-                plan.with_spans(spans) if (not window if images is None else window or not in_windows) else plan
-                for plan, window in zip(plans, windows, strict=True)
-            ]
+            both_ways = [not window if images is None else window or not in_windows for window in windows]
+            plans = [plan.with_spans(spans) if both else plan for plan, both in zip(plans, both_ways, strict=True)]
         self._images = images
         plans = self._cache.begin(plans)
         try:

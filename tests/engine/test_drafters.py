@@ -38,10 +38,11 @@ def test_a_drafter_is_no_model(kind: str, tmp_path: Path) -> None:
         LLM(drafter)
 
 
-def test_an_eagle_is_known_by_vllms_name_of_its_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel"])
+def test_an_eagle_is_known_by_other_names_of_its_code(name: str, tmp_path: Path) -> None:
     _, drafter = _FOLDERS["sglang"](tmp_path)
     path = Path(drafter) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["Eagle3LlamaForCausalLM"]}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [name]}))
     with pytest.raises(ModelLoadError, match="It only drafts for another model"):
         LLM(drafter)
 

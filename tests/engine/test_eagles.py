@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.speculation.draft_heads import HeadDrafts
@@ -16,7 +18,7 @@ from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
 from tests.device_memory import active_bytes
 from tests.drafted_answers import check_random_drafts, record_drafts
-from tests.drafters import change_tensor, quantize
+from tests.drafters import change_tensor, quantize, save_drafter_folder
 from tests.eagles import KINDS, eagle_config, folders, save_eagle, simple_folders, their_drafts, their_eagle
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
@@ -109,8 +111,7 @@ def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"it reads the inputs of layers \[1, 1, 2\]"),
         ({"norm_before_fc": True}, "Cannot load .* to draft for"),
         ({"hidden_act": "gelu"}, "its hidden_act is gelu; only drafters with silu are supported"),
-        ({"kv_lora_rank": 16}, r"its layers have latent attention \(MLA\), which is not supported"),
-        ({"num_local_experts": 8}, "its layers have experts, which is not supported"),
+        ({"parallel_drafting": True}, r"it drafts all tokens in parallel \(P-EAGLE\), which is not supported"),
         ({"use_aux_hidden_state": False}, "it reads only the model's last hidden state, as EAGLE 1 and 2 do"),
         ({"layer_types": ["full_attention"] * 2}, "its layer_types has 2 entries for 1 layers"),
         ({"speculators_model_type": "peagle"}, "it is a drafter of the kind peagle; of speculators, eagle3 and dflash"),
@@ -124,6 +125,19 @@ def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: 
     changed = {"transformer_layer_config": {name: changes.get(name, value) for name, value in layer.items()}}
     path.write_text(json.dumps({**config, **changed, **changes}))
     with pytest.raises(ModelLoadError, match=reason):
+        LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("self_attn.kv_b_proj.weight", r"latent attention \(MLA\)"), ("mlp.experts.0.up_proj.weight", "experts")],
+)
+def test_a_drafter_with_other_layers_is_refused_for_them(name: str, what: str, tmp_path: Path) -> None:
+    target, drafter, _, theirs = folders(tmp_path / "a", "speculators")
+    config = json.loads((Path(drafter) / "config.json").read_text())
+    weights = dict(tree_flatten(theirs.parameters()))
+    save_drafter_folder(Path(drafter), config, {**weights, f"layers.0.{name}": mx.zeros((2, 2))})
+    with pytest.raises(ModelLoadError, match=f"its layers have {what}, which is not supported"):
         LLM(target, speculate="model", draft_model=drafter, max_model_len=128)
 
 

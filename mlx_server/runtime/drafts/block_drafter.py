@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models import base, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_server.runtime.drafts.drafter import BuiltDrafter, OutputModel, Weights, add_biases, check_sizes
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, OutputModel, Weights, add_biases, check_sizes, own_weights
 from mlx_server.runtime.drafts.heads import HeadLink, body_name, layers_of, link_to, text_part
 from mlx_server.runtime.drafts.layer_taps import calls_each_once
 from mlx_server.runtime.models.folder import SLIDING, block_layers
@@ -322,11 +322,10 @@ class BlockModel(OutputModel):
 def read_block_drafter(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
     """The drafter that a config.json describes, linked to `target`, with the `stored` weights. Raises `KeyError`,
     `TypeError` or `ValueError` for a configuration of another kind or for another model."""
-    shape = BlockShape.of(config)
+    weights, shape = own_weights(stored), BlockShape.of(config)
     _check_fit(shape, target)
     owner = text_part(target.model)
     own = link_to(owner)
-    weights = {_own_name(name): array for name, array in stored.items() if not name.startswith(("t2d", "verifier_"))}
     embeds = "model.embed_tokens.weight" in weights
     scale = 1.0 if embeds else float(getattr(getattr(owner, body_name(owner)), "embed_scale", 1.0))
     link = BlockLink(own.embed, own.output, own.last_norm, scale=shape.input_scale * scale)
@@ -334,13 +333,6 @@ def read_block_drafter(config: Mapping[str, Any], stored: Weights, target: Loade
     model = BlockModel(body, "qwen3", shape.plain.hidden_size, target.vocab_size)
     weights = model.take_output(weights, shape.draft_vocab_size, is_tied=False)
     return BuiltDrafter(model, weights, block_layers(config))
-
-
-def _own_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    if name == "d2t" or name.startswith("lm_head."):
-        return name
-    return f"model.{name}.weight" if name.endswith("_codebook") else f"model.{name}"
 
 
 def _check_fit(shape: BlockShape, target: LoadedModel) -> None:

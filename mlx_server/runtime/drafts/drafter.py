@@ -61,6 +61,28 @@ def _build(read: ReadDrafter, folder: Path, target: LoadedModel) -> tuple[Drafte
     return model, layers
 
 
+_UNSUPPORTED = {".kv_b_proj.": "latent attention (MLA)", ".experts.": "experts"}
+"""Layers that are neither Llama's nor Qwen3's, by parts of their tensors' names."""
+
+_UNREAD = ("t2d", "mask_hidden", "verifier_")
+
+
+def own_weights(stored: Weights) -> Weights:
+    """Tensors by their names in an `OutputModel`. SGLang calls the first layer `midlayer`. Raises `ValueError` for
+    those of layers that are not supported."""
+    weights: Weights = {}
+    for name, array in stored.items():
+        for part, what in _UNSUPPORTED.items():
+            if part in name:
+                raise ValueError(f"its layers have {what}, which is not supported")
+        own = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+        if own.endswith("_codebook"):
+            own = f"{own}.weight"
+        if not own.startswith(_UNREAD):
+            weights[own if own.startswith(("d2t", "lm_head.")) else f"model.{own}"] = array
+    return weights
+
+
 class OutputModel(DrafterModel):
     """A drafter with an output matrix of its own, perhaps for the most frequent tokens only, `d2t` more than the place
     of each; or with its embeddings or the model's output matrix in place of one."""

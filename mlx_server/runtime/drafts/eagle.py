@@ -26,7 +26,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from mlx_server.runtime.drafts.drafter import BuiltDrafter, OutputModel, Weights, add_biases, check_sizes
+from mlx_server.runtime.drafts.drafter import BuiltDrafter, OutputModel, Weights, add_biases, check_sizes, own_weights
 from mlx_server.runtime.drafts.heads import HeadLink, layers_of, link_to, text_part
 from mlx_server.runtime.drafts.layer_taps import calls_each_once
 from mlx_server.runtime.models.folder import SLIDING, eagle_layers
@@ -34,13 +34,6 @@ from mlx_server.runtime.models.loader import LoadedModel
 
 _USUAL = 3
 """Layers that are read if a config.json names none."""
-
-_UNSUPPORTED = (
-    ("kv_lora_rank", "its layers have latent attention (MLA)"),
-    ("num_experts", "its layers have experts"),
-    ("num_local_experts", "its layers have experts"),
-    ("parallel_drafting", "it drafts all tokens in parallel (P-EAGLE)"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +65,8 @@ class EagleShape:
             raise ValueError(f"its hidden_act is {activation}; only drafters with silu are supported")
         own = config.get("eagle_config") or {}
         more, name = {**config, **own}, "eagle_aux_hidden_state_layer_ids"
-        for setting, what in _UNSUPPORTED:
-            if layers.get(setting) or more.get(setting):
-                raise ValueError(f"{what}, which is not supported")
+        if more.get("parallel_drafting"):
+            raise ValueError("it drafts all tokens in parallel (P-EAGLE), which is not supported")
         if not more.get("use_aux_hidden_state", True):
             raise ValueError("it reads only the model's last hidden state, as EAGLE 1 and 2 do; EAGLE-3 is supported")
         plain = llama.ModelArgs.from_dict(layers)
@@ -203,8 +195,7 @@ class EagleModel(OutputModel):
 def read_eagle(config: Mapping[str, Any], stored: Weights, target: LoadedModel) -> BuiltDrafter:
     """The drafter that a config.json describes, linked to `target`, with the `stored` weights. Raises `KeyError`,
     `TypeError` or `ValueError` for a configuration of another kind or for another model."""
-    weights = {_own_name(name): array for name, array in stored.items()}
-    weights = {name: array for name, array in weights.items() if not name.startswith(("t2d", "verifier_"))}
+    weights = own_weights(stored)
     shape = EagleShape.of(config, has_head_norms=any(".q_norm." in name for name in weights))
     target_size = target.setting("hidden_size", "dim", "n_embd")
     _check_fit(shape, target_size, target, weights)
@@ -212,12 +203,6 @@ def read_eagle(config: Mapping[str, Any], stored: Weights, target: LoadedModel) 
     model = EagleModel(body, "eagle3", shape.plain.hidden_size, target.vocab_size)
     weights = model.take_output(weights, shape.draft_vocab_size, is_tied=bool(config.get("tie_word_embeddings")))
     return BuiltDrafter(model, weights, eagle_layers(config))
-
-
-def _own_name(name: str) -> str:
-    """The name in `EagleModel`. SGLang calls the first layer `midlayer`."""
-    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
-    return name if name in ("d2t", "t2d") or name.startswith(("lm_head.", "verifier_")) else f"model.{name}"
 
 
 def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, weights: Weights) -> None:
@@ -232,8 +217,8 @@ def _check_fit(shape: EagleShape, target_size: int | None, target: LoadedModel, 
     tapped = shape.tapped(len(layers))
     if min(tapped) < 0 or max(tapped) >= len(layers) or len({*tapped}) < len(tapped):
         raise ValueError(f"it reads the inputs of layers {[i + 1 for i in tapped]}, the model has {len(layers)} layers")
-    num_read, num_given = weights["model.fc.weight"].shape[-1], len(tapped) * (target_size or 0)
-    if num_read != num_given and "model.fc.scales" not in weights:
-        raise ValueError(f"its fc reads {num_read} numbers, {len(tapped)} of the model's layers have {num_given}")
+    fc, num_given = weights.get("model.fc.weight"), len(tapped) * (target_size or 0)
+    if fc is not None and fc.shape[-1] != num_given and "model.fc.scales" not in weights:
+        raise ValueError(f"its fc reads {fc.shape[-1]} numbers, {len(tapped)} of the model's layers have {num_given}")
     if not calls_each_once(target.model, [layers[index] for index in tapped]):
         raise ValueError("the model's code does not call each of its layers once, so they have no outputs to read")

@@ -35,6 +35,10 @@ _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
 _ENCODER = "an encoder, which gives vectors or classes of a text; for vectors, see docs/embeddings.md"
 _SPEECH = "it transcribes or generates speech, and this server is for text"
 _PICTURES = "it compares or generates images, and this server is for text"
+_HEADS = (
+    "multi-token-prediction heads in mlx-vlm's form, which are not read; serve their model with --speculate mtp, and "
+    "name its original, which has them, with --mtp-from"
+)
 _OTHER_KINDS = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "deberta-v2", "electra"), _ENCODER),
     **dict.fromkeys(("whisper", "wav2vec2", "speecht5", "parakeet"), _SPEECH),
@@ -55,7 +59,8 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration has no model_type; add it to config.json.")
-    if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
+    kind = _HEADS if model_type.endswith("_mtp") else _OTHER_KINDS.get(model_type)
+    if kind is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
     others = _vlm_classes(config) if sees or not _is_in_mlx_lm(model_type) else None
     if others is not None and model_type not in TOWER_FAMILIES:

@@ -142,7 +142,7 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-_EAGLE = re.compile(r"eagle3(\w*ForCausalLM)?$", re.IGNORECASE)
+_EAGLE = re.compile(r"eagle3(\w*ForCausalLM|DraftModel)?$", re.IGNORECASE)
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
@@ -158,9 +158,11 @@ def only_drafts(config: Mapping[str, Any]) -> bool:
 
 def drafter_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the layers of a drafter, which vLLM's speculators have in an object of its own. Rope is in
-    the older form of the two that transformers has had."""
+    the older form of the two that transformers has had; if it differs by the types of the model's layers, speculators
+    train with that of layers with a window."""
     layers = dict(config.get("transformer_layer_config") or config)
     if rope := layers.pop("rope_parameters", None):
+        rope = rope.get(SLIDING) or rope
         layers |= {"rope_theta": rope.get("rope_theta", layers.get("rope_theta", 10_000.0)), "rope_scaling": rope}
     return layers
 

@@ -207,7 +207,10 @@ def test_a_name_with_a_tag_asks_for_the_file():
         resolve_model("hf.co/owner/name:Q4_K_M")
 
 
-@pytest.mark.parametrize(("kind", "words"), [("bert", "an encoder"), ("whisper", "speech"), ("clip", "images")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("bert", "an encoder"), ("whisper", "speech"), ("clip", "images"), ("qwen3_5_mtp", "prediction heads .*mtp-from")],
+)
 def test_what_is_no_language_model_is_named_for_what_it_is(kind, words):
     with pytest.raises(ModelLoadError, match=f"a model of type {kind}: .*{words}"):
         model_classes({"model_type": kind})
