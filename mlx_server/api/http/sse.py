@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from json.encoder import encode_basestring
 from typing import Any, Protocol, cast
 
+from pydantic_core import to_json
 from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
 KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM = "text/event-stream"
 PIECE_WRITER = "piece_writer"
@@ -84,13 +83,16 @@ def named(event: str, body: Mapping[str, Any]) -> bytes:
 
 def encode(body: Mapping[str, Any]) -> bytes:
     """Encodes compact JSON in UTF-8, as one line."""
-    return _one_line(_ENCODER.encode(body))
+    return _one_line(to_json(body, inf_nan_mode="null"))
 
 
-def _one_line(text: str) -> bytes:
-    """Encodes JSON, which escapes the other ends of lines, as one line for Python's clients, too: httpx ends lines
-    where Unicode does."""
-    return (text if text.isascii() else text.translate(_LINE_ENDS)).encode()
+def _one_line(encoded: bytes) -> bytes:
+    """JSON, which escapes the other ends of lines, as one line for Python's clients, too: httpx ends lines where
+    Unicode does."""
+    if not encoded.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            encoded = encoded.replace(end, escaped)
+    return encoded
 
 
 class Template:
@@ -104,10 +106,10 @@ class Template:
 
     def __init__(self, event: Callable[[str], bytes]) -> None:
         """`event(text)` makes the event without a template. All of the text must be in it, or none of it."""
-        self._parts = event(_BLANK).split(_ENCODER.encode(_BLANK).encode())
+        self._parts = event(_BLANK).split(to_json(_BLANK))
 
     def fill(self, text: str) -> bytes:
-        return _one_line(encode_basestring(text)).join(self._parts)
+        return _one_line(encode_basestring(text).encode()).join(self._parts)
 
 
 def openapi_responses(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:

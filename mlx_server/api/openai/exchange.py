@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import Read
 from mlx_server.api.answers.collect import Answer, collect
@@ -142,14 +143,12 @@ class Exchange:
         with contextlib.closing(await self._start(plan, writer)) as generation:
             answer = await collect(generation, self.body.num_samples)
         headers, sampling = self._headers(plan), self.sampling
-        response: Response
         if sampling.logprobs is None and sampling.prompt_logprobs is None and not self.body.return_token_ids:
-            response = JSONResponse(writer.full_body(answer), headers=headers)
+            content = to_json(writer.full_body(answer), inf_nan_mode="null")
         else:  # 20 tokens at each of thousands of positions, or the prompt's ids for each of a thousand choices
             content = await self.turn.in_thread(lambda: encode_in_pieces(writer.full_body(answer), "choices"))
-            response = Response(content, headers=headers, media_type="application/json")
         await writer.settle()
-        return response
+        return Response(content, headers=headers, media_type="application/json")
 
     async def _start(self, plan: Plan, writer: Writer) -> Generation:
         generation = await self.context.generations.start(self.engine, self._job(plan, writer.response_id))

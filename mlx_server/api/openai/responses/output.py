@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from pydantic_core import to_json
 
 from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent, in_order
@@ -177,8 +178,8 @@ def check_echo(request: ResponsesRequest) -> None:
     """Raises `InvalidRequestError` if each answer and several events would repeat too much of the request."""
     text = request.text and request.text.format
     ids = [request.user, request.prompt_cache_key, request.safety_identifier]
-    repeated = [request.instructions, request.metadata, request.tools, request.tool_choice, *ids, text]
-    num_chars = len(json.dumps(repeated, ensure_ascii=False))
+    repeated = [request.instructions, request.metadata, *(request.tools or ()), request.tool_choice, *ids, text]
+    num_chars = sum(len(to_json(part).decode()) for part in repeated)
     if num_chars > MAX_ECHO_CHARS:
         raise InvalidRequestError(
             f"instructions, metadata, tools, tool_choice, user and text have {num_chars} characters together, as JSON; "

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall
@@ -21,7 +22,7 @@ from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.items import normalise_input, referenced_ids, with_own_ids
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
 from mlx_server.api.openai.responses.request import ResponsesRequest
-from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, total_bytes
+from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, total_bytes, written
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 
@@ -116,12 +117,12 @@ async def _earlier(body: ResponsesRequest, store: KeptResponses) -> tuple[KeptIt
     return previous.items
 
 
-@router.get("/v1/responses/{response_id}")
-async def retrieve_response(response_id: str, store: Store, stream: bool = False) -> dict[str, Any]:
+@router.get("/v1/responses/{response_id}", response_model=dict[str, Any])
+async def retrieve_response(response_id: str, store: Store, stream: bool = False) -> Response:
     """A kept response as it is now."""
     if stream:
         raise InvalidRequestError("A kept response cannot be streamed again; leave stream out.", "stream")
-    return (await store.get(response_id)).body()
+    return _json((await store.get(response_id)).body())
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -131,25 +132,25 @@ async def delete_response(response_id: str, store: Store) -> dict[str, Any]:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(response_id: str, context: Context, store: Store) -> dict[str, Any]:
+@router.post("/v1/responses/{response_id}/cancel", response_model=dict[str, Any])
+async def cancel_response(response_id: str, context: Context, store: Store) -> Response:
     """Ends a response that is being streamed; its stream still gets its last events."""
     response = await store.get(response_id)
     if response.is_in_progress:
         context.generations.abort({response_id})
     elif response.status != "cancelled":
         raise InvalidRequestError(f"The response {response_id} has ended already: {response.status}.")
-    return {**response.body(), "status": "cancelled"}
+    return _json(response.body("cancelled"))
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", response_model=dict[str, Any])
 async def list_input_items(
     response_id: str,
     store: Store,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
+) -> Response:
     """The items of a response's prompt, a page at a time."""
     items = list((await store.get(response_id)).input_items)
     if order == "desc":
@@ -159,10 +160,14 @@ async def list_input_items(
         raise InvalidRequestError(f"after names {after}, which is not an input item of this response.", "after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
-    return {
+    head = {
         "object": "list",
-        "data": [item.read() for item in page],
         "first_id": page[0].id if page else None,
         "last_id": page[-1].id if page else None,
         "has_more": start + limit < len(items),
     }
+    return _json(b'%b,"data":%b}' % (to_json(head)[:-1], written(page)))
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

@@ -44,6 +44,10 @@ async def create(world: World, **body: Any) -> dict[str, Any]:
     return found
 
 
+def turn(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
 def asked(world: World) -> str:
     """The last prompt, special tokens included."""
     return world.engine.tokenizer.decode(world.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
@@ -264,6 +268,18 @@ async def test_a_response_is_kept_until_it_is_deleted(world: World):
 async def test_a_response_that_must_not_be_stored_is_not(world: World):
     response = await world.openai.responses.create(model="fake", input="Hi", store=False)
     assert (await world.http.get(f"/v1/responses/{response.id}")).status_code == 404
+
+
+async def test_what_is_kept_is_sent_without_being_parsed(world: World, monkeypatch: pytest.MonkeyPatch):
+    """All streams would stand still meanwhile: a kept response may have a megabyte of tools."""
+    tools = [{**WEATHER, "description": "é\u2028"}]
+    made = await create(world, input=[turn("Hi"), turn("Ho")], tools=tools, instructions="Be nice.")
+    monkeypatch.setattr(KeptItem, "read", None)
+    path = f"/v1/responses/{made['id']}"
+    assert (await world.http.get(path)).json() == made
+    listed = (await world.http.get(f"{path}/input_items?order=asc")).json()
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["Hi", "Ho"]
+    assert (listed["first_id"], listed["has_more"]) == (listed["data"][0]["id"], False)
 
 
 async def test_input_items_come_in_pages(world: World):
