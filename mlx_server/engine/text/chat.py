@@ -19,7 +19,7 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.reasoning import find_dialect
-from mlx_server.engine.text.template_fit import find_repairs
+from mlx_server.engine.text.template_fit import Joints, find_joints, find_repairs
 from mlx_server.engine.text.template_repairs import (
     Repairs,
     adapt,
@@ -146,7 +146,8 @@ class ChatFormatter:
         fit = self._fit(template)
         is_one = not fit.repairs.isdisjoint((tools_as_text, one_call_a_turn))
         parser = self.dialect.tool_parser
-        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs, parser)
+        given = [fit.joints.without(message) for message in normalise_messages(messages)]
+        chat, shown = adapt(given, tools, fit.repairs, parser)
         variables = {"tools": shown, **_template_variables(options, fit)}
         if pictures is None:
             try:
@@ -155,7 +156,7 @@ class ChatFormatter:
                 if not shown:
                     raise
                 # Some templates cannot write every schema (Hermes: the type `null`).
-                chat, shown = adapt(normalise_messages(messages), tools, fit.repairs | {tools_as_text}, parser)
+                chat, shown = adapt(given, tools, fit.repairs | {tools_as_text}, parser)
                 return self._apply(chat, template, fit.needs_parts, {**variables, "tools": shown}), None, True
         layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.needs_parts)
         return layout.fill(self._apply(layout.chat, template, False, variables)), layout, is_one
@@ -198,7 +199,8 @@ class ChatFormatter:
             tried = _EFFORTS if "reasoning_effort" in template else ()
             efforts = [one for one in tried if shows([_QUESTION], None, reasoning_effort=one) is not None]
             modes = (mode for mode in _THINKING_MODES if f'thinking_mode == "{mode[0]}"' in template)
-            found = _Fit(needs_parts, repairs, tuple(efforts) or _EFFORTS, next(modes, None))
+            joints = find_joints(shows, self.dialect, repairs)
+            found = _Fit(needs_parts, repairs, joints, tuple(efforts) or _EFFORTS, next(modes, None))
             self._fits.put(template, found)
         return found
 
@@ -224,6 +226,7 @@ class _Fit:
 
     needs_parts: bool
     repairs: Repairs
+    joints: Joints
     efforts: tuple[str, ...]
     thinking_mode: tuple[str, str] | None
 

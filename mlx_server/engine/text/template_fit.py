@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_server.engine.text.reasoning import Dialect
@@ -78,6 +79,36 @@ def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repai
             candidates = (repairs | set(more) for more in trial.repairs)
             repairs = next((more for more in candidates if is_whole(trial, more)), repairs)
     return repairs
+
+
+@dataclass(frozen=True, slots=True)
+class Joints:
+    """The white space that a template writes between what a model says and its calls, and before the end of its
+    reasoning. The model writes it, too, so it is at the end of the text that clients send back."""
+
+    before_calls: str
+    after_reasoning: str
+
+    def without(self, message: Message) -> Message:
+        """The message without what the template adds, so that a turn is written as the model wrote it."""
+        ends = {"reasoning_content": self.after_reasoning} | (
+            {"content": self.before_calls} if "tool_calls" in message else {}
+        )
+        texts = {key: message[key].removesuffix(end) for key, end in ends.items() if isinstance(message.get(key), str)}
+        return {**message, **texts}
+
+
+def find_joints(shows: Shows, dialect: Dialect, repairs: Repairs) -> Joints:
+    called = {**_calls("answer-1", "place-1"), "reasoning_content": "thought-1"}
+    chat = [_QUESTION, called, _tool_result("1", "result-1")]
+    text = shows(*adapt(chat, _TOOLS, repairs, dialect.tool_parser)) or ""
+
+    def between(said: str, marker: str) -> str:
+        joint, found, _ = text.rpartition(said)[2].partition(marker)
+        return joint if found and joint.isspace() else ""
+
+    end = "" if dialect.reasoning is None else between("thought-1", dialect.reasoning.end)
+    return Joints(between("answer-1", dialect.tool_parser.start), end)
 
 
 def _has_call(text: str, arguments: Any, dialect: Dialect) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,6 +173,23 @@ def test_a_chat_goes_on_as_it_began(name: str) -> None:
         begun, _ = adapt(turns[:end], [TOOL], repairs)
         gone_on, _ = adapt(turns, [TOOL], repairs)
         assert gone_on[: len(begun) - 1] == begun[:-1]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *ELSEWHERE])
+def test_a_turn_is_written_as_the_model_wrote_it(name: str) -> None:
+    """What it has said before a call ends with the white space that the template, too, writes there."""
+    chat = formatter(template_of(name))
+    (question, said, seen), tools = CHATS["thoughts and text beside call"]
+    prompt = chat.format([question, said, seen], tools).text
+    reasoning = chat.dialect.reasoning
+    ends = {"content": chat.dialect.tool_parser.start} | ({"reasoning_content": reasoning.end} if reasoning else {})
+    spaces = {field: re.search(rf"{said[field]}(\s+){re.escape(end)}", prompt) for field, end in ends.items()}
+    heard = {**said, **{field: said[field] + (space[1] if space else "") for field, space in spaces.items()}}
+    assert chat.format([question, heard, seen], tools).text == prompt
+    if name == "Qwen-Qwen3-0.6B":
+        assert heard["content"] == "Answer one\n"
+        more = chat.format([question, {**heard, "content": "Answer one\n\n"}, seen], tools).text
+        assert more == prompt.replace("Answer one\n", "Answer one\n\n")
 
 
 ALTERNATES = """{%- set ns = namespace(last="") -%}
