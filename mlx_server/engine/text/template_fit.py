@@ -46,6 +46,7 @@ from mlx_server.engine.text.template_repairs import (
     short_ids,
     system_in_user,
     text_before_calls,
+    thoughts_once,
     tools_as_text,
 )
 from mlx_server.engine.tools.parser import ToolCallExtractor
@@ -63,7 +64,9 @@ def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repai
 
     def is_whole(trial: _Trial, repairs: Repairs) -> bool:
         text = shown(trial.messages, trial.tools, repairs)
-        if text is None or any(word not in text for word in trial.words):
+        if text is None or any(word not in text for word in trial.words) or text.count(_THOUGHT) > 1:
+            return False
+        if any(text.rindex(said) > text.rindex(place) for said, place in trial.said_before):
             return False
         return not trial.is_read or reads(text, trial.arguments, repairs)
 
@@ -99,7 +102,7 @@ class Joints:
 
 
 def find_joints(shows: Shows, dialect: Dialect, repairs: Repairs) -> Joints:
-    called = {**_calls("answer-1", "place-1"), "reasoning_content": "thought-1"}
+    called = {**_calls("answer-1", "place-1"), "reasoning_content": _THOUGHT}
     chat = [_QUESTION, called, _tool_result("1", "result-1")]
     text = shows(*adapt(chat, _TOOLS, repairs, dialect.tool_parser)) or ""
 
@@ -107,7 +110,7 @@ def find_joints(shows: Shows, dialect: Dialect, repairs: Repairs) -> Joints:
         joint, found, _ = text.rpartition(said)[2].partition(marker)
         return joint if found and joint.isspace() else ""
 
-    end = "" if dialect.reasoning is None else between("thought-1", dialect.reasoning.end)
+    end = "" if dialect.reasoning is None else between(_THOUGHT, dialect.reasoning.end)
     return Joints(between("answer-1", dialect.tool_parser.start), end)
 
 
@@ -126,8 +129,8 @@ def _has_call(text: str, arguments: Any, dialect: Dialect) -> bool:
 
 
 class _Trial:
-    """A chat, the words of it that a prompt must show, and the repairs to try, the mildest first. With `is_read`, the
-    model's parser must find the first call."""
+    """A chat, the words of it that a prompt must show (text beside calls before them), and the repairs to try, the
+    mildest first. With `is_read`, the model's parser must find the first call."""
 
     def __init__(
         self,
@@ -143,6 +146,8 @@ class _Trial:
         texts = [message["content"] for message in messages]
         given = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
         self.arguments = next(iter(given), None)
+        beside = [message for message in messages if message["content"] and "tool_calls" in message]
+        self.said_before = [(message["content"], given[0]["at"]) for message in beside]
         if not is_read:  # else they may be escaped
             texts += [arguments["at"] for arguments in given]
         self.words = [*filter(None, texts), *(tool["function"]["name"] for tool in tools or ())]
@@ -171,6 +176,7 @@ def _id(place: str) -> str:
 _PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 _TOOLS = [{"type": "function", "function": {"name": "probe_it", "description": "Probes.", "parameters": _PARAMETERS}}]
 _QUESTION, _FOLLOW_UP, _ANSWER = _message("user", "ask-1"), _message("user", "ask-2"), _message("assistant", "answer-1")
+_THOUGHT = "thought-1"
 _SYSTEM = _message("system", "system-1")
 
 
@@ -185,7 +191,7 @@ _TRIALS = (
     _Trial([_QUESTION, _FOLLOW_UP], merge_neighbours),
     _Trial([_QUESTION, _ANSWER, _message("assistant", "answer-2"), _FOLLOW_UP], merge_neighbours),
     _Trial([_QUESTION, _message("assistant", ""), _FOLLOW_UP], no_empty_answers, (no_empty_answers, merge_neighbours)),
-    _Trial([_QUESTION, {**_ANSWER, "reasoning_content": "thought-1"}, _FOLLOW_UP], answers_without_reasoning),
+    _Trial([_QUESTION, {**_ANSWER, "reasoning_content": _THOUGHT}, _FOLLOW_UP], answers_without_reasoning),
     _Trial([_SYSTEM, _QUESTION], system_in_user),
     _Trial([_message("developer", "developer-1"), _QUESTION], developer_as_system),
     _Trial([_SYSTEM, _message("system", "system-2"), _QUESTION], one_system_message),
@@ -214,8 +220,8 @@ _TRIALS = (
         [_QUESTION, _calls("answer-1", "place-1"), _tool_result("place-1", "result-1")], text_before_calls, tools=_TOOLS
     ),
     _Trial(
-        [_QUESTION, {**_calls("answer-1", "place-1"), "reasoning_content": "thought-1"}, _tool_result("1", "result-1")],
-        reasoning_in_text,
+        [_QUESTION, {**_calls("answer-1", "place-1"), "reasoning_content": _THOUGHT}, _tool_result("1", "result-1")],
+        *(reasoning_in_text, thoughts_once),
         tools=_TOOLS,
     ),
     _Trial([*_CALLED, _FOLLOW_UP], answered_results, tools_as_text, tools=_TOOLS),

@@ -199,6 +199,16 @@ def text_before_calls(chat: list[Message]) -> Iterable[Message]:
 
 
 @_of_messages
+def thoughts_once(chat: list[Message]) -> Iterable[Message]:
+    """Leaves reasoning out beside calls if the message before them, which has their text, has it, too."""
+    for before, message in itertools.pairwise([{}, *chat]):
+        is_split = "tool_calls" in message and "tool_calls" not in before
+        thoughts = before.get("reasoning_content") if is_split else None
+        is_again = thoughts is not None and thoughts == message.get("reasoning_content")
+        yield {key: value for key, value in message.items() if key != "reasoning_content"} if is_again else message
+
+
+@_of_messages
 def no_empty_answers(chat: list[Message]) -> Iterable[Message]:
     """Keeps the last message, which may be the one to continue."""
     for index, message in enumerate(chat):
@@ -295,6 +305,7 @@ _IN_ORDER = (
     named_ids,
     one_call_a_turn,
     text_before_calls,
+    thoughts_once,
     no_empty_answers,
     answers_without_reasoning,
     reasoning_in_text,

@@ -175,6 +175,18 @@ def test_a_chat_goes_on_as_it_began(name: str) -> None:
         assert gone_on[: len(begun) - 1] == begun[:-1]
 
 
+@pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "google-gemma-4-26B-A4B-it"])
+def test_what_gemma_4_said_before_a_call_comes_before_it_once(name: str) -> None:
+    chat = formatter(template_of(name), "<|channel>", "<channel|>")
+    for what in ("text beside call", "thoughts and text beside call"):
+        prompt = chat.format(*CHATS[what]).text
+        parts = ["Ask one", "Answer one", "call:look_at", "Seen north"]
+        assert sorted(parts, key=prompt.index) == parts
+        assert [prompt.count(part) for part in parts] == [1] * len(parts)
+        assert prompt.count("Hm") == ("thoughts" in what)
+        assert prompt.endswith("<tool_response|>")  # the turn goes on
+
+
 @pytest.mark.parametrize("name", [*TEMPLATES, *ELSEWHERE])
 def test_a_turn_is_written_as_the_model_wrote_it(name: str) -> None:
     """What it has said before a call ends with the white space that the template, too, writes there."""
@@ -472,6 +484,11 @@ def gives(call_id: str) -> dict[str, Any]:
             fit.text_before_calls,
             [CALLS_NORTH, {**CALLS_NORTH, "content": ""}, ANSWERS],
             [says("assistant", "Look"), {**CALLS_NORTH, "content": ""}, {**CALLS_NORTH, "content": ""}, ANSWERS],
+        ),
+        (
+            fit.thoughts_once,
+            [THINKS_ONE, {**call_of("north"), "reasoning_content": "Hm"}, {**CALLS_NORTH, "reasoning_content": "Hm"}],
+            [THINKS_ONE, call_of("north"), {**CALLS_NORTH, "reasoning_content": "Hm"}],
         ),
         (
             fit.one_call_a_turn,
