@@ -17,7 +17,7 @@ from mlx_vlm.speculative.drafters.gemma4_assistant import Model, ModelConfig
 from mlx_server.runtime.models.random_models import build_random
 from tests.drafters import random_weights, save_drafter_folder
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_worlds import CONFIGS
+from tests.vision_configs import CONFIGS
 
 TARGETS: dict[str, dict[str, Any]] = {
     name: {key: value for key, value in CONFIGS[name].items() if key != "vision_config"} | {"model_type": "gemma4"}

@@ -33,7 +33,8 @@ from tests.device_memory import active_bytes
 from tests.drafted_answers import check_behind_images, check_random_drafts, record_drafts
 from tests.drafters import change_tensor, quantize
 from tests.engine_worlds import random_prompts
-from tests.vision_worlds import CONFIGS, evaluate_constants, tiny_vlm
+from tests.vision_configs import CONFIGS
+from tests.vision_worlds import evaluate_constants, tiny_vlm
 
 _PROMPTS = random_prompts((30, 86, 25, 50))
 

@@ -43,7 +43,8 @@ from tests.drafters import quantize
 from tests.engine_worlds import random_prompts
 from tests.heads import stored_config
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
-from tests.vision_worlds import CONFIGS, tiny_vlm
+from tests.vision_configs import CONFIGS
+from tests.vision_worlds import tiny_vlm
 
 _KINDS = ("dflash", "dflash, causal and sliding", "dflash2")
 _PROMPTS = random_prompts((30, 66, 25, 20))

@@ -17,7 +17,8 @@ from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import make_runner
 from mlx_server.sampling_params import SamplingParams
-from tests.vision_worlds import CONFIGS, tiny_vlm
+from tests.vision_configs import CONFIGS
+from tests.vision_worlds import tiny_vlm
 
 _READERS = ("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__")
 

@@ -27,7 +27,8 @@ from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, user
 from tests.picture_worlds import GEMMA, GEMMA_4, PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
 from tests.tiny_models import save_model_folder
-from tests.vision_worlds import CONFIGS, TinyVlm, build_tiny, plain_greedy
+from tests.vision_configs import CONFIGS
+from tests.vision_worlds import TinyVlm, build_tiny, plain_greedy
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -16,7 +16,8 @@ from mlx_server.engine.memory.need import estimate_need, vision_bytes
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.vision import encode
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_worlds import CONFIGS, IMAGE, tiny_vlm
+from tests.vision_configs import CONFIGS, IMAGE
+from tests.vision_worlds import tiny_vlm
 
 SIDE, PATCH = 40, 14
 """Patches along a side of an image, and pixels along a patch's."""

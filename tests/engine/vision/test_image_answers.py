@@ -25,7 +25,8 @@ from tests.drafters import always
 from tests.engine_worlds import built, greedy
 from tests.heads import head_weights, save_head
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_worlds import CONFIGS, IMAGE, Prompt, picture, plain_greedy, prompt_of, tiny_vlm
+from tests.vision_configs import CONFIGS, IMAGE
+from tests.vision_worlds import Prompt, picture, plain_greedy, prompt_of, tiny_vlm
 
 QUESTION = list(range(40, 60))
 NUM_TOKENS = 8

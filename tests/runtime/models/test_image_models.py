@@ -25,7 +25,8 @@ from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.runtime.vision import ImageEncoder, encode
 from mlx_server.sampling_params import SamplingParams
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_worlds import CONFIGS, IMAGE, picture, prompt_of, tiny_vlm
+from tests.vision_configs import CONFIGS, IMAGE
+from tests.vision_worlds import picture, prompt_of, tiny_vlm
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ from mlx_server.runtime.vision import encode
 from tests.adapter_files import write_adapter
 from tests.homes import with_kernels
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_worlds import CONFIGS, build_tiny, picture, placeholders, tiny_vlm
+from tests.vision_configs import CONFIGS
+from tests.vision_worlds import build_tiny, picture, placeholders, tiny_vlm
 
 Weights = dict[str, mx.array]
 
