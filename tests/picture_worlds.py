@@ -115,7 +115,63 @@ GEMMA_4 = VisionFolder(
         "{{ message['role'] }}", "{{ 'model' if message['role'] == 'assistant' else message['role'] }}"
     ),
 )
-FOLDERS = {"qwen": QWEN, "gemma": GEMMA, "smolvlm": SMOLVLM, "pixtral": PIXTRAL, "gemma4": GEMMA_4}
+
+
+def _in_qwens_template(image: str) -> str:
+    return QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", image)
+
+
+GLM = VisionFolder(
+    {"model_type": "glm4v", "vision_config": VISION},
+    {
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 2 * 784, "longest_edge": 2 * 200704},
+        "merge_size": 2,
+    },
+    "<|image|>",
+    ("<|im_start|>", "<|im_end|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    _in_qwens_template("<|begin_of_image|><|image|><|end_of_image|>"),
+)
+KIMI = VisionFolder(
+    {"model_type": "kimi_vl", "vision_config": VISION},
+    {"in_token_limit": 256, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "pad_input": True},
+    "<|media_pad|>",
+    ("<|im_start|>", "<|im_end|>", "<|media_start|>", "<|media_content|>", "<|media_end|>"),
+    _in_qwens_template("<|media_start|>image<|media_content|><|media_pad|><|media_end|>"),
+)
+LFM_2 = VisionFolder(
+    {"model_type": "lfm2_vl", "vision_config": {"hidden_size": 32, "patch_size": 4}},
+    {"encoder_patch_size": 4, "tile_size": 32, "min_image_tokens": 4, "max_image_tokens": 16, "use_thumbnail": False},
+    "<image>",
+    (
+        *("<|im_start|>", "<|im_end|>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+        *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+    ),
+    _in_qwens_template("<image>"),
+)
+INTERN_VL = VisionFolder(
+    {
+        "model_type": "internvl_chat",
+        "vision_config": {"image_size": 56, "patch_size": 14},
+        "max_dynamic_patch": 4,
+        "downsample_ratio": 0.5,
+    },
+    {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "size": 56, "crop_size": 56},
+    "<IMG_CONTEXT>",
+    ("<|im_start|>", "<|im_end|>", "<img>", "</img>"),
+    _in_qwens_template("<IMG_CONTEXT>\n"),
+)
+FOLDERS = {
+    "qwen": QWEN,
+    "gemma": GEMMA,
+    "smolvlm": SMOLVLM,
+    "pixtral": PIXTRAL,
+    "gemma4": GEMMA_4,
+    "glm": GLM,
+    "kimi": KIMI,
+    "lfm2": LFM_2,
+    "internvl": INTERN_VL,
+}
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (56, 84)) -> Image.Image:

@@ -247,3 +247,119 @@ CONFIGS["gemma4_unified"] = {
     },
 }
 """An encoder without layers."""
+
+_AXES = {"rope_type": "default", "type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10_000.0}
+_WIDE = {**_ENCODER, "num_hidden_layers": 2, "num_attention_heads": 2, "embed_dim": 32}
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+CONFIGS |= {
+    "glm4v": {
+        **_IDS,
+        "text_config": {
+            **_TEXT,
+            "model_type": "glm4v_text",
+            "attention_bias": True,
+            "eos_token_id": [2],
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {**_AXES, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {**_ENCODER, "model_type": "glm4v", "image_size": 112},
+    },
+    "glm4v_moe": {
+        **_IDS,
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "model_type": "glm4v_moe_text",
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {**_AXES, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {**_ENCODER, "model_type": "glm4v_moe", "image_size": 112},
+    },
+    "glm_ocr": {
+        "image_token_id": IMAGE,
+        "text_config": {
+            **{name: value for name, value in _TEXT.items() if name != "rope_theta"},
+            "model_type": "glm_ocr_text",
+            "head_dim": 16,
+            "rope_parameters": {**_AXES, "partial_rotary_factor": 1.0},
+        },
+        "vision_config": {**_ENCODER, "model_type": "glm_ocr_vision"},
+    },
+    "paddleocr_vl": {
+        **_TEXT,
+        **_IDS,
+        "hidden_size": 1024,
+        "head_dim": 16,
+        "use_bias": False,
+        "rope_scaling": _AXES,
+        "rope_parameters": _AXES,
+        "vision_config": {**_TILE, "model_type": "paddleocr_vl", "patch_size": 14, "image_size": 56},
+    },
+    "dots_ocr": {
+        **_TEXT,
+        "image_token_id": IMAGE,
+        "vision_config": {**_WIDE, "model_type": "dots_vit", "hidden_size": 64, "temporal_patch_size": 1},
+    },
+    "kimi_vl": {
+        "media_placeholder_token_id": IMAGE,
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        "vision_config": {**_WIDE, "model_type": "moonvit", "init_pos_emb_height": 8, "init_pos_emb_width": 8},
+    },
+    "lfm2_vl": {
+        "image_token_id": IMAGE,
+        "projector_hidden_size": 32,
+        "text_config": {
+            **_TEXT,
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "norm_eps": 1e-5,
+            "conv_dim": 64,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 64,
+            "block_ff_dim": 128,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {**_TILE, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 16},
+    },
+    "internvl": {
+        "image_token_id": IMAGE,
+        "downsample_ratio": 0.5,
+        "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16},
+        "vision_config": {**_TILE, "model_type": "internvl_vision", "patch_size": [14, 14], "image_size": [56, 56]},
+    },
+    "internvl_chat": {
+        "image_token_index": IMAGE,
+        "downsample_ratio": 0.5,
+        "llm_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_TILE, "model_type": "intern_vit_6b", "patch_size": 14, "image_size": 56},
+    },
+}

@@ -55,6 +55,7 @@ def tiny_vlm(model_type: str) -> TinyVlm:
     names = {name for name, _ in tree_flatten(plain.parameters()) if not name.startswith("embed_audio.")}
     assert names == {name for name, _ in tree_flatten(model.parameters())}
     plain.load_weights(tree_flatten(model.parameters()), strict=False)
+    plain.eval()  # InternVL drops paths at random while it is trained
     evaluate_constants(model)
     if CONFIGS[model_type]["vision_config"] is ROWS:
         mx.eval(model.vision_tower.vision_model.patch_positional_embedding.inv_freq)
@@ -81,17 +82,32 @@ def picture(model_type: str, seed: int) -> PromptImage:
         places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1).reshape(1, -1, 2)
         pixels = rng.random((1, height * width, 3 * side**2), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_position_ids": places}
-    elif "image_size" in vision:
-        size = vision["image_size"]
-        num_tokens = (size // vision["patch_size"]) ** 2 // CONFIGS[model_type]["scale_factor"] ** 2
-        inputs = {"pixel_values": rng.standard_normal((1, 1, 3, size, size), dtype=np.float32)}
+    elif model_type in ("idefics3", "smolvlm", "internvl", "internvl_chat"):
+        size, num_tokens = (56, 56), 4
+        inputs = {"pixel_values": rng.standard_normal((1, 1, 3, *size), dtype=np.float32)}
     else:
         height, width = 8, 8 + 2 * (seed % 2)
-        num_tokens = height * width // 4
-        pixels = rng.standard_normal((height * width, 3 * 2 * 14 * 14), dtype=np.float32)
-        inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
+        num_tokens, side = height * width // 4, vision["patch_size"]
+        inputs = patches(model_type, rng.standard_normal((height * width, 3, side, side), dtype=np.float32), height)
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in inputs.values())).digest()
     return PromptImage(0, num_tokens, digest, inputs, model_type in ("gemma3", "gemma4_moe", "gemma4_unified"))
+
+
+def patches(model_type: str, pixels: np.ndarray, height: int) -> dict[str, Any]:
+    """The inputs for patches `[n, channels, rows, columns]` in the form of the model's processor."""
+    width = len(pixels) // height
+    if model_type == "lfm2_vl":
+        own = pixels.reshape(1, len(pixels), -1)
+        mask = np.ones(own.shape[:2], np.int32)
+        return {"pixel_values": own, "pixel_attention_mask": mask, "spatial_shapes": np.array([[height, width]])}
+    if model_type == "kimi_vl":
+        return {"pixel_values": pixels, "image_grid_hws": np.array([[height, width]])}
+    if model_type == "paddleocr_vl":
+        pixels = pixels[None]
+    else:
+        times = CONFIGS[model_type]["vision_config"]["temporal_patch_size"]
+        pixels = np.repeat(pixels[:, :, None], times, axis=2).reshape(len(pixels), -1)
+    return {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
 
 
 def placeholders(image: PromptImage) -> list[int]:
@@ -190,9 +206,9 @@ class _WithMasks(KVCache):
 def _stacked(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Joins images as a processor does: tiles along their second axis, pixels padded to the widest image, and patches
     to the most patches."""
-    if arrays[0].ndim == 3:
+    if arrays[0].ndim == 3 or name == "pixel_attention_mask":
         most, missing = max(array.shape[1] for array in arrays), -1 if name == "image_position_ids" else 0
-        filled = [np.full((1, most, array.shape[2]), missing, array.dtype) for array in arrays]
+        filled = [np.full((1, most, *array.shape[2:]), missing, array.dtype) for array in arrays]
         for whole, array in zip(filled, arrays, strict=True):
             whole[:, : array.shape[1]] = array
         arrays = filled

@@ -26,8 +26,9 @@ import httpx
 from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_daemon_thread, in_executor, shielded
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
+from mlx_server.engine.vision.families import PreparedImage
 from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
-from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.environment import expanded
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
 from mlx_server.setting import parse_hosts

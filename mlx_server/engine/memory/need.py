@@ -14,7 +14,7 @@ from typing import Any
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import draft_model_named, find_model
-from mlx_server.engine.vision.seeing import most_pixels
+from mlx_server.engine.vision.families import most_pixels
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
@@ -225,7 +225,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
     num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
     merge = size("spatial_merge_size", "pooling_kernel_size")
-    merge = max(1, merge or _first_size(described, "spatial_merge_size", "scale_factor"))
+    merge = max(1, merge or _first_size(described, "spatial_merge_size", "scale_factor", "downsample_factor"))
     num_elements += _ONE_HOTS * num_patches * size("position_embedding_size")
     num_elements += num_patches // merge**2 * text * (1 + len(vision.get("deepstack_visual_indexes") or ()))
     if not is_metal():
@@ -249,7 +249,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     return num_elements * item_bytes + launched
 
 
-_SQUARES = ("gemma3", "idefics3", "smolvlm")
+_SQUARES = ("gemma3", "idefics3", "smolvlm", "internvl", "internvl_chat")
 """Families that scale every image to a square of one size."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -268,7 +268,7 @@ of this and all of it."""
 _NO_BOUND = 2**62
 
 _OTHER_TOWERS = re.compile(
-    r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector)\."
+    r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector|mlp1|mlp_AR)\."
 )
 """Weights of the vision and audio parts of models, which are not loaded if only the text part is."""
 _SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")

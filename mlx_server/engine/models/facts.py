@@ -117,7 +117,7 @@ def _read(folder: Path, files: tuple[tuple[str, int, float], ...]) -> ModelFacts
     """`files` are the folder's names, sizes and times: the cache key that shows changes."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     whole = json.loads(text)
-    inner = whole.get("text_config")
+    inner = whole.get("text_config") or whole.get("llm_config")
     config = {**whole, **inner} if isinstance(inner, dict) else whole
     sizes = [(name, size) for name, size, _ in files]
     headers = list(_headers(folder))

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
+from mlx_server.engine.vision.families import PreparedImage
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import PromptImage
 

@@ -4,13 +4,16 @@ with mlx-vlm's own forward pass."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
@@ -35,19 +38,55 @@ Sample = tuple[list[int], dict[str, Any]]
 
 def _by_grid(config: Any, rng: np.random.Generator) -> Sample:
     """For models whose processor cuts images into patches: 2 x 3 placeholders."""
-    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
+    merge = config.vision_config.spatial_merge_size
     height, width = 2 * merge, 3 * merge
-    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = rng.standard_normal((height * width, size), dtype=np.float32)
-    return [image_token_id(config)] * 6, {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
+    pixels = rng.standard_normal(_patches_shape(config, height * width), dtype=np.float32)
+    return [image_token_id(config)] * 6, {"pixel_values": pixels, **_grid_of(config, height, width)}
+
+
+def _patches_shape(config: Any, num_patches: int) -> tuple[int, ...]:
+    """Of the pixels of an image of so many patches."""
+    vision = config.vision_config
+    channels = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
+    patch = (channels, vision.patch_size, vision.patch_size)
+    if config.model_type == "paddleocr_vl":
+        return (1, num_patches, *patch)
+    if config.model_type == "kimi_vl":
+        return (num_patches, *patch)
+    return (num_patches, math.prod(patch) * vision.temporal_patch_size)
+
+
+def _grid_of(config: Any, height: int, width: int) -> dict[str, Any]:
+    """An image's sides in patches, as the encoder takes them."""
+    if config.model_type == "kimi_vl":
+        return {"image_grid_hws": np.array([[height, width]])}
+    return {"image_grid_thw": np.array([[1, height, width]])}
 
 
 def _by_tile(config: Any, rng: np.random.Generator) -> Sample:
     """For models that encode square tiles separately."""
     vision = config.vision_config
-    num_tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
     pixels = rng.standard_normal((1, 1, 3, vision.image_size, vision.image_size), dtype=np.float32)
-    return [image_token_id(config)] * num_tokens, {"pixel_values": pixels}
+    return [image_token_id(config)] * _tile_tokens(config), {"pixel_values": pixels}
+
+
+def _tile_tokens(config: Any) -> int:
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    if hasattr(config, "downsample_ratio"):
+        return int((side * config.downsample_ratio) ** 2)
+    return int(side**2 // config.scale_factor**2)
+
+
+def _by_view(config: Any, rng: np.random.Generator) -> Sample:
+    """For models that encode tiles with any proportions separately: 2 x 3 placeholders."""
+    height, width = 2 * config.downsample_factor, 3 * config.downsample_factor
+    vision = config.vision_config
+    shape = (1, height * width, vision.num_channels * vision.patch_size**2)
+    return [image_token_id(config)] * 6, {
+        "pixel_values": rng.standard_normal(shape, dtype=np.float32),
+        "pixel_attention_mask": np.ones(shape[:2], np.int32),
+        "spatial_shapes": np.array([[height, width]], np.int32),
+    }
 
 
 def _by_row(config: Any, rng: np.random.Generator) -> Sample:
@@ -87,10 +126,11 @@ def _by_pooling(config: Any, rng: np.random.Generator) -> Sample:
 
 def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
     _check(all(is_image))
-    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-    times, height, width = np.asarray(inputs["image_grid_thw"]).reshape(3).tolist()
-    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    _check(inputs["pixel_values"].shape == (times * height * width, size), height % merge == 0, width % merge == 0)
+    merge = config.vision_config.spatial_merge_size
+    (name,) = _grid_of(config, 1, 1)
+    times, height, width = np.array([1, *np.asarray(inputs[name]).ravel()])[-3:].tolist()
+    _check(inputs["pixel_values"].shape == _patches_shape(config, times * height * width))
+    _check(height % merge == 0, width % merge == 0)
     return int(times * height * width // merge**2)
 
 
@@ -100,7 +140,16 @@ def _placeholders_by_tile(config: Any, inputs: Mapping[str, Any], is_image: Sequ
     mask = inputs.get("pixel_attention_mask")
     _check(inputs["pixel_values"].shape == (1, 1, 3, size, size), mask is None or mask.shape == (1, 1, size, size))
     _check(bool(np.any(inputs["pixel_values"])))  # a tile of zeros is padding to the encoder
-    return int((size // config.vision_config.patch_size) ** 2 // config.scale_factor**2)
+    return _tile_tokens(config)
+
+
+def _placeholders_by_view(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    _check(all(is_image))
+    vision, factor = config.vision_config, config.downsample_factor
+    height, width = np.asarray(inputs["spatial_shapes"]).reshape(2).tolist()
+    _check(inputs["pixel_values"].shape == (1, height * width, vision.num_channels * vision.patch_size**2))
+    _check(inputs["pixel_attention_mask"].shape == (1, height * width), bool(np.all(inputs["pixel_attention_mask"])))
+    return int(-(-height // factor) * -(-width // factor))
 
 
 def _placeholders_by_square(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
@@ -151,9 +200,14 @@ IMAGE_FAMILIES: Mapping[str, _Family] = {
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         _Family(_by_grid, _placeholders_by_grid),
     ),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "dots_ocr", "kimi_vl"),
+        _Family(_by_grid, _placeholders_by_grid),
+    ),
     "gemma3": _Family(_by_square, _placeholders_by_square),
     **dict.fromkeys(("gemma4", "gemma4_unified"), _Family(_by_pooling, _placeholders_by_pooling)),
-    **dict.fromkeys(("idefics3", "smolvlm"), _Family(_by_tile, _placeholders_by_tile)),
+    **dict.fromkeys(("idefics3", "smolvlm", "internvl", "internvl_chat"), _Family(_by_tile, _placeholders_by_tile)),
+    **dict.fromkeys(("lfm2_vl", "lfm2-vl"), _Family(_by_view, _placeholders_by_view)),
     **dict.fromkeys(("pixtral", "mistral3"), _Family(_by_row, _placeholders_by_row)),
 }
 """The families whose images are served, by `model_type`."""
@@ -193,13 +247,20 @@ def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
     family = IMAGE_FAMILIES.get(model.model_type)
     if family is None:
         fault = not_served(model.model_type)
-    elif any(is_adapted(part) for name, part in model.children().items() if name != "language_model"):
+    elif any(
+        is_adapted(part) for path, part in model.named_modules() if path and not path.startswith("language_model")
+    ):
         fault = "one of its adapters changes the vision encoder, and all requests share the encoder's results"
     else:
         fault = _difference(model, runner, vocab_size, family)
     if fault:
         logger.warning("Images are not served: %s.", fault)
     return fault
+
+
+def _encoder_parts(model: ReadsImages) -> list[nn.Module]:
+    parts = {name: part for name, part in model.children().items() if name != "language_model"}
+    return [part for _, part in tree_flatten(parts, is_leaf=nn.Module.is_module)]
 
 
 def _difference(model: ReadsImages, runner: ModelRunner, vocab_size: int, family: _Family) -> str:

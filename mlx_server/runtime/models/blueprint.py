@@ -25,7 +25,7 @@ from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, TEXT_ONLY, not_served
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
-from mlx_server.runtime.models.folder import only_drafts, read_headers, read_model_json
+from mlx_server.runtime.models.folder import added_token_id, only_drafts, read_headers, read_model_json
 from mlx_server.runtime.models.vision_towers import TOWER_FAMILIES, tower_classes
 from mlx_server.runtime.vision import ReadsImages
 
@@ -197,7 +197,7 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
         model, config = load_mlx_model(
             folder,
             lazy=True,
-            model_config=lacking,
+            model_config=lacking | _internvl_settings(folder),
             get_model_classes=partial(model_classes, sees=True) if sees else get_classes,
             trust_remote_code=trust_remote_code,
         )
@@ -206,6 +206,16 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
     except Exception as error:  # mlx-lm raises errors of any kind
         raise ModelLoadError(f"Cannot load the model in {folder}: {type(error).__name__}: {error}") from error
     return model, config
+
+
+def _internvl_settings(folder: Path) -> dict[str, Any]:
+    """Of an original InternVL, for its configuration: the token of images, which only its tokenizer names, and its text
+    part under the usual name."""
+    config = read_model_json(folder / "config.json")
+    if config.get("model_type") != "internvl_chat":
+        return {}
+    found = added_token_id(folder, "<IMG_CONTEXT>") if vlm.placeholder_id(config) < 0 else None
+    return {"text_config": config.get("text_config", {})} | ({} if found is None else {"image_token_index": found})
 
 
 def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type[nn.Module], Any]], dict[str, Any]]:

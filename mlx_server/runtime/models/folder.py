@@ -104,7 +104,19 @@ def read_model_json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"Cannot read {path}: {error}. Pull the model again.") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} must hold a JSON object. Pull the model again.")
+    if isinstance(content.get("llm_config"), dict):  # InternVL's name for it
+        content.setdefault("text_config", content.pop("llm_config"))
     return content
+
+
+def added_token_id(folder: Path, token: str) -> int | None:
+    """The id of a token that a folder's tokenizer adds to its vocabulary; None if there is none, or if only another
+    kind of file names it. Raises `ModelLoadError`."""
+    added = read_model_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    ids = {entry.get("content"): token_id for token_id, entry in added.items()}
+    for entry in read_model_json(folder / "tokenizer.json").get("added_tokens") or ():
+        ids[entry.get("content")] = entry.get("id")
+    return int(ids[token]) if token in ids else None
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.json", "vocab.txt")

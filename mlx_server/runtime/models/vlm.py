@@ -27,10 +27,19 @@ INSTALL = install_command("vision")
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")
 """The parts of a configuration that mlx-vlm's loader knows."""
 
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+"""Names of the token of images. Files have one of them; some of mlx-vlm's classes have defaults for others."""
+
 
 def is_installed() -> bool:
     """Whether mlx-vlm is installed; imports nothing of it."""
     return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
+
+
+def placeholder_id(config: Mapping[str, Any]) -> int:
+    """The token of images by a config.json; -1 if it names none."""
+    named = (config[name] for name in _PLACEHOLDERS if config.get(name) is not None)
+    return int(next(named, -1))
 
 
 def vlm_module(name: str) -> ModuleType:
@@ -72,6 +81,8 @@ class _Arguments:
         own.setdefault("text_config", own.pop("llm_config", {}))
         own.setdefault("vision_config", {})
         own.setdefault("audio_config", {})
+        if (placeholder := placeholder_id(own)) >= 0:
+            own |= {name: placeholder for name in _PLACEHOLDERS[:2] if own.get(name) is None}
         if own.get("model_type") == "gemma3":
             _complete_gemma3(own)
         made = self.module.ModelConfig.from_dict(own)
@@ -117,6 +128,9 @@ class VlmModel(ReadsImages):
         original = getattr(body, "_deepstack_process", None)
         if original is not None:
             object.__setattr__(body, "_deepstack_process", partial(_add_deepstack, original))
+        rope = getattr(getattr(self, "vision_tower", None), "rope_pos_emb", None)
+        if rope is not None:
+            object.__setattr__(rope, "get_freqs_cis", partial(_frequencies_within, rope, rope.get_freqs_cis))
         if type(body).__name__ == "Ministral3":
             body.__class__ = _by_row(type(body))
         _mend(self.language_model)
@@ -188,6 +202,15 @@ def _add_deepstack(original: Any, hidden: mx.array, mask: mx.array | None, embed
         return hidden + embeddings
     added: mx.array = original(hidden, mask, embeddings)
     return added
+
+
+def _frequencies_within(rope: Any, original: Any, sides: mx.array, grid_shapes: Any = None) -> mx.array:
+    """The rotations of an image with these `sides` `[1, 2]` in patches. Kimi-VL's `original` makes them for 512 x 512
+    patches, in hundreds of megabytes, and takes the first ones."""
+    height_and_width: Any = sides[0].tolist()
+    rope.max_height, rope.max_width = height_and_width
+    made: mx.array = original(sides, grid_shapes)
+    return made
 
 
 def _by_row(body_class: type[nn.Module]) -> type[nn.Module]:

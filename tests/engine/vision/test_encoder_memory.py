@@ -17,7 +17,7 @@ from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.vision import encode
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_configs import CONFIGS, IMAGE
-from tests.vision_worlds import tiny_vlm
+from tests.vision_worlds import patches, tiny_vlm
 
 SIDE, PATCH = 40, 14
 """Patches along a side of an image, and pixels along a patch's."""
@@ -33,6 +33,10 @@ def larger(model_type: str) -> dict[str, Any]:
         vision["hidden_size"] = 128
     if "image_size" in vision:
         vision["image_size"] = SIDE * PATCH
+    if model_type == "kimi_vl":
+        vision["hidden_size"] = vision["embed_dim"]
+    if model_type == "lfm2_vl":
+        vision |= {"patch_size": PATCH, "num_patches": SIDE * SIDE}
     if model_type == "gemma4":
         vision |= {"patch_size": PATCH, "num_key_value_heads": 4, "head_dim": 32, "position_embedding_size": 1024}
     if model_type == "gemma4_unified":
@@ -50,15 +54,17 @@ def image_of(config: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         patch = vision.get("model_patch_size", PATCH)
         places = np.stack(np.meshgrid(np.arange(side), np.arange(side)), axis=-1).reshape(1, -1, 2)
         return ids, {"pixel_values": np.ones((1, side**2, 3 * patch**2), np.float32), "image_position_ids": places}
-    if "image_size" in vision:
+    if config["model_type"] in ("idefics3", "internvl"):
         return ids, {"pixel_values": np.ones((1, 1, 3, SIDE * PATCH, SIDE * PATCH), np.float32)}
-    pixels = np.ones((num_patches, 3 * vision["temporal_patch_size"] * PATCH**2), np.float32)
-    return ids, {"pixel_values": pixels, "image_grid_thw": np.array([[1, SIDE, SIDE]])}
+    return ids, patches(config["model_type"], np.ones((num_patches, 3, PATCH, PATCH), np.float32), SIDE)
 
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "gemma3", "gemma4", "gemma4_unified"],
+    [
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "gemma3", "gemma4", "gemma4_unified"),
+        *("glm4v", "glm_ocr", "paddleocr_vl", "dots_ocr", "kimi_vl", "lfm2_vl", "internvl"),
+    ],
 )
 def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str) -> None:
     config = larger(model_type)

@@ -79,6 +79,24 @@ SAID = {
         "@<global-img>#?#@<end_of_utterance>\nAssistant:"
     ).replace("@", "<fake_token_around_image>"),
     "pixtral": "[INST]Look:#0#[IMG_END] and #1#[IMG_END][/INST]",
+    "glm": (
+        "<|im_start|>user\nLook:<|begin_of_image|>#0#<|end_of_image|> and <|begin_of_image|>#1#<|end_of_image|>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    ),
+    "kimi": (
+        "<|im_start|>user\nLook:<|media_start|>image<|media_content|>#0#<|media_end|> and "
+        "<|media_start|>image<|media_content|>#1#<|media_end|><|im_end|>\n<|im_start|>assistant\n"
+    ),
+    "lfm2": (
+        "<|im_start|>user\nLook:<|image_start|><|img_row_1_col_1|>#0#<|img_row_1_col_2|>#?#<|img_row_2_col_1|>#?#"
+        "<|img_row_2_col_2|>#?#<|img_row_3_col_1|>#?#<|img_row_3_col_2|>#?#<|img_thumbnail|>#?#<|image_end|> and "
+        "<|image_start|><|img_row_1_col_1|>#1#<|img_row_1_col_2|>#?#<|img_row_2_col_1|>#?#<|img_row_2_col_2|>#?#"
+        "<|img_row_3_col_1|>#?#<|img_row_3_col_2|>#?#<|img_thumbnail|>#?#<|image_end|><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    "internvl": (
+        "<|im_start|>user\nLook:<img>#0##?##?#</img>\n and <img>#1##?##?#</img>\n<|im_end|>\n<|im_start|>assistant\n"
+    ),
     "gemma4": (
         "<start_of_turn>user\nLook:<|image>#0#<image|>and<|image>#1#<image|><end_of_turn>\n<start_of_turn>model\n"
     ),

@@ -10,11 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_server.engine.vision import seeing
+from mlx_server.engine.vision import families, seeing
 from mlx_server.engine.vision.decoding import UnreadableImageError, decode
-from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
+from mlx_server.engine.vision.families import PreparedImage
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ModelLoadError
-from tests.picture_worlds import FOLDERS, GEMMA, GEMMA_4, PIXTRAL, QWEN, SMOLVLM, VisionFolder, encoded, picture
+from mlx_server.runtime.models.vlm import vlm_module
+from tests.picture_worlds import (
+    FOLDERS,
+    GEMMA,
+    GEMMA_4,
+    GLM,
+    INTERN_VL,
+    KIMI,
+    LFM_2,
+    PIXTRAL,
+    QWEN,
+    SMOLVLM,
+    VisionFolder,
+    encoded,
+    picture,
+)
 
 
 def load(folder: VisionFolder, path: Path) -> SeeingModel:
@@ -170,6 +186,85 @@ def test_qwen_3_is_as_mlx_vlms_processor_has_it(tmp_path: Path):
         assert np.abs(piece.inputs["pixel_values"] - expected["pixel_values"]).max() < 1e-6
 
 
+SIZES = [(56, 84), (33, 20), (90, 31), (200, 30), (1, 1), (640, 480)]
+
+
+def spread(model: SeeingModel, found: PreparedImage) -> list[int]:
+    """The ids of an image in a prompt, with all its placeholders."""
+    pieces = iter(found.pieces)
+    ids = model.tokenizer.encode(f"See {found.text}", add_special_tokens=False)
+    return [i for token in ids for i in (next(pieces).token_ids if token == model.image_token_id else [token])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_lfm_2s_views_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: tuple[int, int]):
+    theirs = vlm_module("models.lfm2_vl.processing_lfm2_vl")
+    model, tokenizer = load(LFM_2, tmp_path), LFM_2.tokenizer()
+    for name, token in {"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>"}.items():
+        setattr(tokenizer.hf, f"{name}_token", token)
+        setattr(tokenizer.hf, f"{name}_token_id", tokenizer.token_to_id(token))
+    tokenizer.hf.image_thumbnail_token = "<|img_thumbnail|>"
+    processor = theirs.Lfm2VlProcessor(model.processor, tokenizer.hf)
+    expected = plain(processor(images=[picture(size=size)], text="See <image>"))
+    found = model.prepare(encoded(picture(size=size)))
+    assert spread(model, found) == expected["input_ids"][0].tolist()
+    assert len(found.pieces) == len(expected["spatial_shapes"])
+    for view, piece in enumerate(found.pieces):
+        height, width = expected["spatial_shapes"][view]
+        assert piece.inputs["spatial_shapes"].tolist() == [[height, width]]
+        assert np.array_equal(piece.inputs["pixel_values"][0], expected["pixel_values"][view, : height * width])
+        assert expected["pixel_attention_mask"][view].sum() == height * width == piece.inputs["pixel_values"].shape[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_intern_vls_tiles_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: tuple[int, int]):
+    theirs = vlm_module("models.internvl_chat.processor").InternVLImageProcessor(size=56, dynamic_max_num=4)
+    model = load(INTERN_VL, tmp_path)
+    expected = np.array(theirs.preprocess([picture(size=size)])["pixel_values"])
+    found = model.prepare(encoded(picture(size=size)))
+    tiles = np.concatenate([piece.inputs["pixel_values"] for piece in found.pieces], axis=1)
+    assert tiles.shape == expected.shape
+    assert np.abs(tiles - expected).max() < 1e-5
+    count = 4 * len(found.pieces)
+    shown = f"See <img>{'<IMG_CONTEXT>' * count}</img>"
+    assert spread(model, found) == model.tokenizer.encode(shown, add_special_tokens=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Pillow, of mlx-vlm's
+@pytest.mark.parametrize("size", SIZES)
+def test_kimis_patches_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: tuple[int, int]):
+    model = load(KIMI, tmp_path)
+    theirs = vlm_module("models.kimi_vl.processing_kimi_vl").KimiVLImageProcessor(**KIMI.processor)
+    (piece,), expected = model.prepare(encoded(picture(size=size))).pieces, plain(theirs(picture(size=size)))
+    assert np.array_equal(piece.inputs["image_grid_hws"], expected["image_grid_hws"])
+    assert np.abs(piece.inputs["pixel_values"] - expected["pixel_values"]).max() < 1e-6
+    assert piece.num_tokens == expected["image_grid_hws"].prod() // 4 <= 256 // 4 + 16
+
+
+@pytest.mark.parametrize(
+    ("model_type", "around", "processor"),
+    [
+        ("glm4v", GLM, {}),
+        ("glm4v_moe", GLM, {"image_processor_type": "Glm46VImageProcessor"}),
+        ("glm_ocr", GLM, {"image_processor_type": "Glm46VImageProcessorFast"}),
+        ("dots_ocr", QWEN, {"temporal_patch_size": 1}),
+        ("paddleocr_vl", QWEN, {"image_processor_type": "PaddleOCRVLImageProcessor", "min_pixels": 1568}),
+    ],
+)
+def test_patches_are_as_the_processor_has_them(
+    tmp_path: Path, model_type: str, around: VisionFolder, processor: dict[str, Any]
+):
+    config = {**around.config, "model_type": model_type}
+    model = load(dataclasses.replace(around, config=config, processor={**around.processor, **processor}), tmp_path)
+    for size in [(56, 84), (300, 200), (1, 1)]:
+        (piece,) = model.prepare(encoded(picture(size=size))).pieces
+        theirs = plain(model.processor(picture(size=size), return_tensors="np"))
+        assert np.array_equal(piece.inputs["image_grid_thw"], theirs["image_grid_thw"])
+        pixels = piece.inputs["pixel_values"]
+        assert np.array_equal(pixels[0] if model_type == "paddleocr_vl" else pixels, theirs["pixel_values"])
+        assert piece.num_tokens == theirs["image_grid_thw"].prod() // 4
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("max_pixels", [1024, 20_000])
 def test_inputs_are_bounded_by_the_pixels(tmp_path: Path, name: str, max_pixels: int):
@@ -178,14 +273,14 @@ def test_inputs_are_bounded_by_the_pixels(tmp_path: Path, name: str, max_pixels:
         processor |= {"min_pixels": 3136, "max_pixels": 2**26}
     model = load(dataclasses.replace(FOLDERS[name], processor=processor), tmp_path)
     found = model.prepare(encoded(picture(size=(700, 500))), max_pixels)
-    if name in ("qwen", "pixtral"):
-        rounding = 2 * 28 * 500  # Pixtral's sides are rounded up
-        most = max_pixels * 2 if name == "qwen" else max_pixels + rounding
+    if name in ("qwen", "pixtral", "glm", "kimi"):
+        rounding = 2 * 28 * 500  # Pixtral's and Kimi's sides are rounded up
+        most = max_pixels * 2 if name in ("qwen", "glm") else max_pixels + rounding
         assert found.pieces[0].inputs["pixel_values"].size <= 3 * most
     elif name == "gemma4":
         assert found.num_tokens <= (140 if max_pixels > 140 * 144 else 70)
     else:  # these have sizes of their own
-        assert found.num_tokens <= 5 * 4
+        assert found.num_tokens <= 11 * 16
 
 
 def test_equal_images_have_equal_digests_and_others_other_ones(tmp_path: Path):
@@ -196,7 +291,7 @@ def test_equal_images_have_equal_digests_and_others_other_ones(tmp_path: Path):
     assert {len(digest) for digest in digests} == {32}
     lossless = encoded(picture(0), "WEBP", lossless=True)
     assert again.prepare(lossless).pieces[0].digest == digests[0], "the pixels count, not the file"
-    assert seeing._piece([1], {"a": np.zeros((2, 3))}).digest != seeing._piece([1], {"a": np.zeros((3, 2))}).digest
+    assert families.piece([1], {"a": np.zeros((2, 3))}).digest != families.piece([1], {"a": np.zeros((3, 2))}).digest
 
 
 def test_an_image_that_was_seen_is_not_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -233,7 +328,7 @@ def test_a_folder_without_its_processor_is_reported(tmp_path: Path, name: str):
 
 def test_what_has_no_eyes_or_unknown_ones_is_none(tmp_path: Path):
     tokenizer = QWEN.tokenizer()
-    for config in ({"model_type": "qwen3"}, {"model_type": "gemma3"}, {**QWEN.config, "model_type": "kimi_vl"}):
+    for config in ({"model_type": "qwen3"}, {"model_type": "gemma3"}, {**QWEN.config, "model_type": "of_tomorrow"}):
         assert SeeingModel.load(tmp_path, config, tokenizer) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server.config import CacheConfig, Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
-from mlx_server.engine.vision import seeing
+from mlx_server.engine.vision.families import FAMILIES
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
@@ -19,6 +20,7 @@ from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, find_image_fau
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.models import vlm
+from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.loader import RunnerInfo, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
@@ -99,6 +101,32 @@ def test_wrong_embeddings_are_found_by_the_probe(folder: Path, monkeypatch: pyte
     assert "with an image its logits differ by" in load_and_probe(folder)[1].no_vision
 
 
+def test_an_original_intern_vl_names_its_image_token_in_its_tokenizer(tmp_path: Path) -> None:
+    """And its text part `llm_config`, with the context's length."""
+    loaded = tiny_vlm("internvl_chat").loaded
+    config = {name: value for name, value in loaded.config.items() if name != "image_token_index"}
+    folder = save_model_folder(loaded.model, config, tmp_path, byte_tokenizer())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(IMAGE): {"content": "<IMG_CONTEXT>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model, info = load_and_probe(folder)
+    assert info.no_vision == ""
+    assert model.config.image_token_index == IMAGE  # type: ignore[attr-defined]
+    assert load(str(folder)).max_model_len == 4096
+    num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))  # type: ignore[attr-defined]
+    assert estimate_need(Config(model=ModelConfig(model=str(folder)))).weights_bytes == num_bytes
+
+
+@pytest.mark.parametrize("names", [{}, {"image_token_index": 7}, {"image_token_id": 7, "image_token_index": None}])
+def test_the_image_token_has_one_id_under_all_of_its_names(names: dict[str, int]) -> None:
+    """mlx-vlm's GLM-4V has defaults of GLM-4.5V for both, and files name one."""
+    config = {"model_type": "glm4v", **CONFIGS["glm4v"]}
+    if names:
+        config = {name: value for name, value in config.items() if name != "image_token_id"} | names
+    made = build_model(config, sees=True).config
+    assert made.image_token_id == made.image_token_index == (7 if names else IMAGE)
+
+
 @pytest.fixture(scope="module")
 def square_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of Gemma 3, as it comes: the sizes of the text part are given there only."""
@@ -132,7 +160,7 @@ def test_rows_one_by_one_do_not_see_both_ways(square_folder: Path, monkeypatch: 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_models_see_both_ways_for_the_scheduler_and_the_probe(name: str) -> None:
     config = tiny_vlm(name).loaded.config
-    both_ways = seeing._FAMILIES[config["model_type"]].is_bidirectional(config)
+    both_ways = FAMILIES[config["model_type"]].is_bidirectional(config)
     assert both_ways == sees_both_ways(tiny_vlm(name).config) == (name in ("gemma3", "gemma4_moe", "gemma4_unified"))
 
 
