@@ -70,7 +70,7 @@ class ModelConfig:
     adapter: _Adapters = declare(
         None,
         "adapters of mlx-lm or PEFT, served beside the model as `model:name`: NAME=FOLDER, or FOLDER, whose last part "
-        "is then the name; several are joined by `:`",
+        "is then the name; a hub id may stand for the folder; several are joined by `:`",
     )
     draft_model: Text = declare(None, "a smaller model of the same vocabulary, or a drafter made for this model")
     mtp_from: Text = declare(

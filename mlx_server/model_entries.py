@@ -30,22 +30,26 @@ def hub_id(name: str) -> str | None:
 
 
 class Adapter(NamedTuple):
-    """A folder with an adapter, of mlx-lm or PEFT. Clients ask for it as `model:name`."""
+    """An adapter of mlx-lm or PEFT, as configured: a `folder`, or an id of the hub. Clients ask for it as `model:name`.
+    `fetched` is where the hub's files are, once they are known to be there. `key` is a digest of its content, or else
+    empty."""
 
     name: str
     folder: str
+    fetched: Path | None = None
+    key: str = ""
 
     @property
     def path(self) -> Path:
-        return expanded(self.folder)
+        return self.fetched or expanded(self.folder)
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Parses a list joined by `:`; each part is NAME=FOLDER, or FOLDER, whose last part is then the name. Raises
-    `ValueError`."""
+    """Parses a list joined by `:`; each part is NAME=FOLDER, or FOLDER, whose last part is then the name. An id of the
+    hub may stand for a folder. Raises `ValueError`."""
     adapters = tuple(_parse_adapter(part) for part in text.split(os.pathsep) if part)
     folders: dict[str, str] = {}
-    for name, folder in adapters:
+    for name, folder, *_ in adapters:
         if not name or not folder or _FORBIDDEN & set(name):
             raise ValueError(f"{name!r} in {folder!r} is not an adapter; write NAME=FOLDER, with none of `:/=` in NAME")
         if name in folders:

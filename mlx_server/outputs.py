@@ -39,7 +39,7 @@ class PositionLogprobs:
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
     """Sent to the runner once when a request is admitted, and again when it resumes after a preemption. `checkpoint` is
-    the slot of the recurrent state at the end of its cached prefix. `adapter` is the name of one of the model's
+    the slot of the recurrent state at the end of its cached prefix. `adapter` is the key of one of the model's
     adapters, or None."""
 
     request_id: str
@@ -61,7 +61,7 @@ class NewRequestData:
             request.sampling,
             request.eos_token_ids,
             checkpoint,
-            request.adapter,
+            request.adapter_key or request.adapter,
             request.pooling,
             request.images,
         )

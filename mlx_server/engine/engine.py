@@ -7,12 +7,13 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from mlx_server.batching.blocks.prefix_cache import CacheCleared
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import Config
+from mlx_server.engine.adapters import LiveAdapters
 from mlx_server.engine.embeddings import Pooling, check_generates
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.intake import Intake
@@ -98,6 +99,7 @@ class AsyncEngine:
         self._tracer: EngineTracer = NO_TRACER
         self._parts: EngineParts | None = None
         self._intake: Intake  # once there are parts
+        self.adapters: LiveAdapters  # likewise
         self._streams: dict[str, RequestStream] = {}
         self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
@@ -177,6 +179,7 @@ class AsyncEngine:
             self.state, self.error = EngineState.DEAD, str(error)
             raise
         self.state, self._intake = EngineState.READY, Intake(self._parts.scheduler, self._clock)
+        self.adapters = LiveAdapters(self._parts, self._around.thread, self.config.model, self._requests)
         self._metrics = self._metrics or EngineMetrics(self.max_model_len, self.config.scheduler.aging_rate)
         settings = self.config.observability
         if settings.kv_cache_metrics:
@@ -199,6 +202,7 @@ class AsyncEngine:
             ):
                 self.scheduler.finish_request(request_id, FinishReason.ERROR)
             if self._parts is not None:
+                await self.adapters.close()
                 self._parts.watch.leave(*self._parts.guards)
                 self._parts.scheduler.stop()
                 if self._loop_task is not None and not self._loop_task.cancelled():
@@ -273,7 +277,8 @@ class AsyncEngine:
         past = EngineStats() if self._metrics is None else self._metrics.past
         if self._parts is None:
             return EngineStats().plus(past)
-        running, waiting = map(self._adapters_of, (RequestStatus.RUNNING, RequestStatus.WAITING))
+        used = map(self.adapters.used_by, (RequestStatus.RUNNING, RequestStatus.WAITING))
+        running, waiting = (tuple(map(self.names.with_adapter, names)) for names in used)
         now = current_stats(self._parts, len(self.names.adapters), running, waiting)
         return now.plus(self._parts.scheduler.counters, self._parts.guard.counters, past)
 
@@ -301,8 +306,8 @@ class AsyncEngine:
             count_placeholders=partial(count_placeholders, parts.loaded.model),
             largest_chunk=parts.scheduler.limits.largest_chunk,
         )
-        if parts.disk is not None and generation.adapter is not None:
-            request.adapter_key = parts.disk.adapter_keys[generation.adapter]
+        if generation.adapter is not None:
+            request.adapter_key = parts.loaded.adapters.by_name[generation.adapter]
         return request
 
     def _fill(self) -> None:
@@ -310,13 +315,8 @@ class AsyncEngine:
         if self.state.is_loaded:
             self._deliver(self._intake.fill())
 
-    def _adapters_of(self, status: RequestStatus) -> tuple[str, ...]:
-        """The adapters of requests with this status, under the names that clients use."""
-        if not self.names.adapters:
-            return ()
-        requests = (stream.request for stream in self._streams.values())
-        used = {request.adapter for request in requests if request.status is status}
-        return tuple(self.names.with_adapter(adapter) for adapter in self.names.adapters if adapter in used)
+    def _requests(self) -> Iterator[Request]:
+        return (stream.request for stream in self._streams.values())
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -331,7 +331,7 @@ class AsyncEngine:
     def _take_parts(self) -> EngineParts:
         """The parts, of which the engine keeps no reference, so that they can be freed."""
         parts, self._parts = self._loaded_parts(), None
-        del self._intake
+        del self._intake, self.adapters
         return parts
 
     async def _run(self) -> None:
@@ -400,6 +400,7 @@ class AsyncEngine:
                 notify(self.metrics.on_rejected, request.tier, error.reason)
             stream.summary = notify(self.metrics.on_finished, request, reason, now)
             notify(self._tracer.on_finished, request, reason, now)
+            self.adapters.on_end()
 
     def _end_request(self, request_id: str, reason: FinishReason, num_void: int) -> None:
         self._forget(request_id, reason)

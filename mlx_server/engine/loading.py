@@ -3,18 +3,20 @@ that share a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_server.config import Config, ModelConfig
+from mlx_server.engine.prefixes.model_on_disk import fingerprint
 from mlx_server.errors import DownloadError, ModelLoadError, ModelNotFoundError
-from mlx_server.runtime.layers.adapters import merged_adapter
+from mlx_server.model_entries import Adapter
+from mlx_server.runtime.layers.adapter_files import merged_adapter
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
-from mlx_server.runtime.models.resolve import find_folder
+from mlx_server.runtime.models.resolve import find_adapter, find_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,26 @@ def draft_model_named() -> Iterator[None]:
         raise type(error)(f"--draft-model: {error.message}") from error
 
 
-def read_model(settings: ModelConfig, folder: Path | None, group: Group | None = None) -> Pieces[LoadedModel]:
-    """`load_in_pieces` with the model's settings."""
+def find_content(adapter: Adapter) -> Adapter:
+    """An adapter whose files are here, fetched first if necessary, with a digest of them as its key: what is cached for
+    its content is nobody else's, and a later adapter of its name has another key. Reads the files, so that loading them
+    does not wait for the disk. Any thread. Raises `ModelLoadError` or `DownloadError`."""
+    found = find_adapter(adapter)
+    try:
+        return found._replace(key=fingerprint(found.path))
+    except OSError as error:
+        raise ModelLoadError(f"The adapter {adapter.folder} cannot be read: {error}.") from error
+
+
+def read_model(
+    settings: ModelConfig, folder: Path | None, adapters: Sequence[Adapter], group: Group | None = None
+) -> Pieces[LoadedModel]:
+    """`load_in_pieces` with the model's settings, and its adapters from `find_content`."""
     return load_in_pieces(
         settings.model,
         folder,
         settings.dtype,
-        adapters=settings.adapters,
+        adapters=adapters,
         trust_remote_code=settings.trust_remote_code,
         batch_invariant=settings.batch_invariant,
         pooling=settings.pooling,
@@ -96,7 +111,7 @@ class ServedNames:
 def served_names(settings: ModelConfig, loaded: LoadedModel | None = None) -> ServedNames:
     """The names of a `loaded` model, or of one to be loaded; then this reads the settings of a single adapter."""
     if loaded is not None:
-        return ServedNames(settings.name, None, loaded.adapters.names)
+        return ServedNames(settings.name, None, tuple(loaded.adapters.by_name))
     merged = merged_adapter(settings.adapters)
     adapters = () if merged is not None else tuple(adapter.name for adapter in settings.adapters)
     return ServedNames(settings.name, None if merged is None else merged.name, adapters)

@@ -68,7 +68,7 @@ def current_stats(
         num_state_checkpoints=0 if blocks.checkpoints is None else len(blocks.checkpoints),
         max_num_blocks=blocks.max_blocks,
         num_layer_groups=len(blocks.groups),
-        weight_bytes=parts.weight_bytes,
+        weight_bytes=parts.share.need.weights_bytes,
         kv_pool_bytes=parts.kv_bytes,
         pressure_level=guard.level,
     )

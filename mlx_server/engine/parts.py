@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
@@ -30,10 +29,18 @@ from mlx_server.engine.draft_parts import (
 )
 from mlx_server.engine.embeddings import InputReader, Pooling
 from mlx_server.engine.fair_slots import in_daemon_thread
-from mlx_server.engine.loading import PoolRoom, draft_model_named, find_model, make_model_runner, read_model
+from mlx_server.engine.loading import (
+    PoolRoom,
+    draft_model_named,
+    find_content,
+    find_model,
+    make_model_runner,
+    read_model,
+)
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
+from mlx_server.engine.pieces import in_pieces
 from mlx_server.engine.prefixes.kv_events import KvEvents
 from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, join_disk, open_configured
 from mlx_server.engine.text.chat import TextTools
@@ -45,7 +52,6 @@ from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import (
     LoadedModel,
-    Pieces,
     RunnerInfo,
     compute_something,
     is_gpu,
@@ -56,8 +62,6 @@ from mlx_server.runtime.pooling import read_pooling
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _CHEAP_ROWS = {True: 32, False: 128}
 """By whether there is a GPU: the prompt tokens whose time is a step's default target. On a GPU, up to so many rows cost
 little more than one, since the time goes into reading the weights. On a CPU, native products cost the same for each row
@@ -67,7 +71,7 @@ from 16 on, but steps have other costs: a target of 32 tokens made the p95 of ga
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts for a loaded model. `own_share` is its share of a memory budget of its own, if it has one."""
+    """The parts for a loaded model. `share` is what it has booked of the memory budget."""
 
     loaded: LoadedModel
     runner: ModelRunner
@@ -78,10 +82,9 @@ class EngineParts:
     guard: MemoryGuard
     watch: MemoryWatch
     max_model_len: int
-    weight_bytes: int
     pooling: Pooling | None
     vision: SeeingModel | None
-    own_share: MemoryShare | None
+    share: MemoryShare
     disk: ModelOnDisk | None
     draft: DraftParts | None
 
@@ -192,8 +195,8 @@ async def unload_parts(parts: EngineParts, around: Surroundings, *, has_failed: 
     report an error of the device late."""
     parts.executor.close()
     around.ranks.unload()
-    if parts.own_share is not None:
-        parts.own_share.release()
+    if parts.share is not around.share:
+        parts.share.release()
     last: list[object] = [parts.loaded, parts.runner, parts.draft]
     closing: list[Callable[[], object]] = [lambda: release(last), parts.runner.close]
     closing += [] if parts.draft is None else [parts.draft.runner.close_draft]
@@ -224,7 +227,8 @@ async def _load_parts(
     made: contextlib.AsyncExitStack,
 ) -> EngineParts:
     """`made` closes, if the load fails, the runners that were made."""
-    settings, run, ranks = config.model, partial(_in_pieces, around), around.ranks
+    settings, ranks = config.model, around.ranks
+    run = partial(in_pieces, around.thread, around.on_progress)
     loaded = await ranks.load(share.limit_bytes, _load_model(settings, given.model, run, ranks.group))
     limit = settings.max_model_len or loaded.max_model_len
     if limit > loaded.max_model_len:
@@ -285,9 +289,8 @@ async def _load_parts(
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
         max_model_len=max_model_len,
-        weight_bytes=weight_bytes,
         pooling=_pooling(loaded, settings.name, text, runner, max_model_len, scheduler.limits.largest_chunk),
-        own_share=None if around.share is share else share,
+        share=share,
         vision=vision,
         disk=disk,
         draft=draft,
@@ -300,7 +303,8 @@ async def _load_model(
     """The model: loaded unless it is given, with its pooling method."""
     if given is None:
         folder = await asyncio.to_thread(find_model, settings)
-        loaded: LoadedModel = await run(read_model(settings, folder, group))
+        adapters = await asyncio.to_thread(lambda: list(map(find_content, settings.adapters)))
+        loaded: LoadedModel = await run(read_model(settings, folder, adapters, group))
         return loaded
     if given.pooling is not None:
         return given
@@ -346,25 +350,6 @@ async def _own_share(config: Config, given: GivenModels) -> MemoryShare:
     else:
         need = MemoryNeed(sum(one.weight_bytes for one in (given.model, given.draft_model) if one is not None), 0, 0)
     return MemoryBudget.of(config.memory).take(config.model.model, need)
-
-
-async def _in_pieces(around: Surroundings, work: Pieces[T]) -> T:
-    """Does `work` on the MLX thread, one call for each piece, so that other models' steps run in between."""
-
-    def advance() -> float | StopIteration:
-        try:
-            return next(work)
-        except StopIteration as end:  # futures cannot hold this exception
-            return end
-
-    try:
-        while not isinstance(progress := await asyncio.wrap_future(around.thread.call(advance)), StopIteration):
-            around.on_progress(progress)
-    except BaseException:
-        around.thread.call(work.close)
-        raise
-    result: T = progress.value
-    return result
 
 
 async def _undo(around: Surroundings, work: Callable[[], object]) -> None:

@@ -71,8 +71,8 @@ class Offer:
 
     @property
     def root(self) -> str:
-        """As configured: the folder of the adapter, or the model."""
-        folders = dict(self.spec.config.model.adapters)
+        """As configured: the folder or hub id of the adapter, or the model."""
+        folders = {adapter.name: adapter.folder for adapter in self.spec.config.model.adapters}
         return self.spec.root if self.adapter is None else folders[self.adapter]
 
 
@@ -84,14 +84,31 @@ class Catalog:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.configured = tuple({spec.name: spec for spec in _configured(config)}.values())
+        self._specs = {spec.name: spec for spec in _configured(config)}
+        self._configured = tuple(self._specs)
+        self._by_name = self._index()
+
+    @property
+    def configured(self) -> tuple[ModelSpec, ...]:
         """The configured models, the default one first."""
-        self._by_name: dict[str, Offer] = {offer.name: offer for spec in self.configured for offer in spec.offers()}
-        for spec in self.configured:
-            for offer in spec.offers():
-                for name in offer.names:
-                    # Two ids may serve one folder: the folder's own name belongs to the first.
-                    self._by_name.setdefault(name, offer)
+        return tuple(self._specs[name] for name in self._configured)
+
+    def update(self, spec: ModelSpec) -> None:
+        """Replaces a model by the same with other adapters."""
+        self._specs = {**self._specs, spec.name: spec}  # threads may read the old one
+        self._by_name = self._index()
+
+    def _index(self) -> dict[str, Offer]:
+        offers = [offer for spec in self._specs.values() for offer in spec.offers()]
+        found = {offer.name: offer for offer in offers}
+        for offer in offers:
+            for name in offer.names:
+                # Two ids may serve one folder: the folder's own name belongs to the first.
+                found.setdefault(name, offer)
+        for offer in self.configured[0].offers():
+            if offer.adapter is not None:  # clients of vLLM write the adapter's name alone
+                found.setdefault(offer.adapter, offer)
+        return found
 
     def offer(self, name: str | None) -> Offer:
         """What a name stands for; the default model for None or an empty name. Looks on disk for names that are not
@@ -132,7 +149,7 @@ class Catalog:
     def _names(self) -> Iterable[str]:
         """The names of the offers, and of models of the hub that are stored in part. Fast, for any number of models."""
         pool = self._config.pool
-        names = [offer.name for spec in self.configured for offer in spec.offers()]
+        names = [offer.name for spec in self._specs.values() for offer in spec.offers()]
         names += [name for folder in _folders(pool) for name in models_in(folder)]
         return dict.fromkeys([*names, *(pulled_names() if pool.pulled_models else ())])
 
@@ -152,7 +169,7 @@ class Catalog:
     def _check_adapter(self, name: str) -> None:
         """Raises `ModelNotFoundError` that lists the offers of a model, if only the adapter in the name is unknown."""
         base = name.rpartition(":")[0] or name
-        for spec in self.configured:
+        for spec in self._specs.values():
             if base in (spec.names.base, *spec.aliases):
                 raise ModelNotFoundError(name, f"There is {', '.join(offer.name for offer in spec.offers())}.")
 

@@ -27,6 +27,7 @@ from mlx_server.errors import (
     ServeError,
 )
 from mlx_server.pool.catalog import Catalog, Offer, model_not_found
+from mlx_server.pool.pool_adapters import PoolAdapters
 from mlx_server.pool.pooled_model import Lease, LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker, UnwantedError
 from mlx_server.request import FinishReason
@@ -74,6 +75,7 @@ class ModelPool:
         self._changes = Changes()
         self._watch = MemoryWatch(budget.read)
         self._room = RoomMaker(budget, settings, self.models, self._unload, self._changes, clock)
+        self.adapters = PoolAdapters(self, catalog, self._room)
         self._sweeper: asyncio.Task[None] | None = None
         self.is_starting = True
         self.is_stopping = False

@@ -83,7 +83,7 @@ class ModelForward:
         self._step = StepGroups(adapters)
         self._regrouping = Regrouping(model, self.level, self._step)
         self._selector = RowSelector.install(model, adapters)
-        self._selects_rows = self._selector is not None
+        self.selects_rows = self._selector is not None
         self._hidden: mx.array | None = None
         self._images: ImageRows | None = None
 
@@ -97,7 +97,7 @@ class ModelForward:
         self._regrouping = Regrouping(self.model, level, self._step)
         self._cache.forget_views()
         self.level = level
-        self._selects_rows = selects_rows and self.can_select_rows
+        self.selects_rows = selects_rows and self.can_select_rows
 
     def close(self) -> None:
         """Restores the model."""
@@ -192,7 +192,7 @@ class ModelForward:
         """Logits of `rows` of the batch, counted over all of its tokens."""
         self.num_calls += 1
         if self._selector is not None:
-            self._selector.rows = rows if self._selects_rows else None
+            self._selector.rows = rows if self.selects_rows else None
         token = caches_in_use.set(self._cache.paged)
         swiglu_token = swiglu_in_use.set(getattr(self.model, SWIGLU, None))
         try:
@@ -204,4 +204,4 @@ class ModelForward:
             caches_in_use.reset(token)
             swiglu_in_use.reset(swiglu_token)
         logits = logits.reshape(-1, logits.shape[-1])
-        return logits if self._selects_rows else logits[mx.array(rows, dtype=mx.int32)]
+        return logits if self.selects_rows else logits[mx.array(rows, dtype=mx.int32)]

@@ -260,7 +260,7 @@ class ModelRunner:
             if self.images is not None:
                 self.images.add(data)
             if data.adapter is not None:
-                self._adapters[data.request_id] = self.forward.adapters.names.index(data.adapter)
+                self._adapters[data.request_id] = self.forward.adapters.keys.index(data.adapter)
             num_top = data.sampling.prompt_logprobs
             if num_top is not None and not data.output_token_ids:
                 self._scored_prompts[data.request_id] = (data.prompt_token_ids, num_top)

@@ -199,9 +199,9 @@ def test_its_memory_is_booked_and_freed(tmp_path: Path) -> None:
         before = active_bytes()
         with LLM(target, kv_cache_memory="8MB", max_model_len=512, **settings) as llm:
             llm.generate(["ab", "cd"], SamplingParams(max_tokens=20, temperature=0.0), use_tqdm=False)
-            stats, own_share = llm.stats(), llm.engine._loaded_parts().own_share
-            assert own_share is not None
-            booked = own_share.need.weights_bytes, own_share.need.kv_bytes
+            stats, share = llm.stats(), llm.engine._loaded_parts().share
+            assert share is not None
+            booked = share.need.weights_bytes, share.need.kv_bytes
             assert booked == (stats.weight_bytes, stats.kv_pool_bytes)
         assert active_bytes() <= before
         return stats.weight_bytes, stats.kv_pool_bytes, stats.num_draft_tokens
@@ -303,11 +303,11 @@ def test_its_pool_grows_only_while_there_is_plenty_of_memory() -> None:
     with make_llm("llama", speculate="model", draft_model=loaded("qwen3", 7)) as llm:
         parts = llm.engine._loaded_parts()
         assert parts.draft is not None
-        assert parts.own_share is not None
+        assert parts.share is not None
         total = 2**40
         for free_share, is_plenty in ((0.15, False), (0.5, True)):
-            parts.own_share._budget._read = lambda left=free_share: MemoryReading(total, int(left * total), total, 0)
-            parts.own_share._budget.limit_bytes = total
+            parts.share._budget._read = lambda left=free_share: MemoryReading(total, int(left * total), total, 0)
+            parts.share._budget.limit_bytes = total
             own, draft = (guard._kv_memory for guard in (parts.guard, parts.draft.guard))
             assert own.take(1, 1, is_needed=True) == 1
             assert draft.take(1, 1, is_needed=True) == is_plenty

@@ -254,7 +254,7 @@ def test_memory_of_heads_is_booked_and_freed_and_their_work_is_reported(tmp_path
         with LLM(folder, speculate=speculate, kv_cache_memory="8MB", max_model_len=256, max_num_seqs=4) as llm:
             sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
             llm.generate(_PROMPTS, sampling, use_tqdm=False)
-            stats, share = llm.stats(), llm.engine._loaded_parts().own_share
+            stats, share = llm.stats(), llm.engine._loaded_parts().share
             assert share is not None
             assert (share.need.weights_bytes, share.need.kv_bytes) == (stats.weight_bytes, stats.kv_pool_bytes)
         assert active_bytes() <= before

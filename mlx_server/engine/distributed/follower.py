@@ -106,7 +106,7 @@ class _Follower:
     def _load(self, load: Load) -> str:
         self._bound.enter_context(bounded_memory(load.limit_bytes))
         settings = self._config.model
-        self._loaded = exhaust(read_model(settings, find_model(settings), self._group))
+        self._loaded = exhaust(read_model(settings, find_model(settings), (), self._group))
         return described_weights(self._loaded)
 
     def _make_runner(self, message: MakeRunner) -> str:

@@ -16,6 +16,7 @@ from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, Model
 from mlx_server.engine.loading import draft_model_named, find_model
 from mlx_server.engine.vision.families import most_pixels
 from mlx_server.errors import ModelLoadError
+from mlx_server.model_entries import Adapter
 from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
@@ -24,7 +25,7 @@ from mlx_server.runtime.kernels.gpu.backend import most_metal_cores
 from mlx_server.runtime.kernels.gpu.plan import DECODES_AT_ONCE
 from mlx_server.runtime.kernels.gpu.rows import FUSED_DIMS
 from mlx_server.runtime.kernels.gpu.shared_work import THREADGROUPS_PER_CORE
-from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
+from mlx_server.runtime.layers.adapter_files import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import bfloat16_shapes, predict_cache, why_no_vision
@@ -38,7 +39,7 @@ from mlx_server.runtime.models.folder import (
     read_model_json,
 )
 from mlx_server.runtime.models.loader import is_gpu, is_metal
-from mlx_server.runtime.models.resolve import find_folder
+from mlx_server.runtime.models.resolve import find_adapter, find_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +340,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
         if num_ranks == 1 and merged_adapter(settings.adapters) is None:  # split or merged layers are not bfloat16
             weights -= _spared_bytes(described, tensors, settings, sees=sees)
         stored = {tensor["dtype"] for tensor in tensors.values()}
-    for adapter in settings.adapters:
-        weights += sum(_tensor_bytes(tensor, settings) for tensor in adapter_tensors(adapter))
+    weights += sum(adapter_bytes(find_adapter(adapter), settings) for adapter in settings.adapters)
     text = {**described, **(described.get("text_config") or {})}
     activations = _activation_bytes(config, text, weights)
     if sees:
@@ -349,6 +349,11 @@ def _estimate_model(config: Config) -> MemoryNeed:
         activations += vision_bytes(described, max_pixels=max_pixels, item_bytes=item_bytes)
     kv_bytes = _pool_bytes(config, described, stored) + held * _item_bytes(settings, 2)
     return MemoryNeed(weights, activations, kv_bytes)
+
+
+def adapter_bytes(adapter: Adapter, settings: ModelConfig) -> int:
+    """The bytes of an adapter whose files are here."""
+    return sum(_tensor_bytes(tensor, settings) for tensor in adapter_tensors(adapter))
 
 
 def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) -> int:

@@ -67,8 +67,10 @@ def find_pulled(name: str) -> Path | None:
     if found is None and (repo := hub_id(name)) is not None:
         try:
             # Its client knows which files a model has on the hub, and takes one without all that match for incomplete.
-            return Path(huggingface_hub.snapshot_download(repo, local_files_only=True, allow_patterns=list(HUB_FILES)))
+            found = Path(huggingface_hub.snapshot_download(repo, local_files_only=True, allow_patterns=list(HUB_FILES)))
         except (LocalEntryNotFoundError, HFValidationError):
+            return None
+        if not (found / "config.json").is_file():  # an adapter
             return None
     return found
 

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -29,7 +29,7 @@ from mlx_server.kv_disk.store import smallest_slab
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.layers.adapters import merged_adapter
+from mlx_server.runtime.layers.adapter_files import merged_adapter
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.folder import matching
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
@@ -58,13 +58,11 @@ def open_configured(settings: MemoryConfig) -> KvDisk | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """`model_key` is the root of the model's digests: weights, code, versions and layout. `adapter_keys` are the
-    fingerprints of adapters by name, since a name does not identify an adapter's content."""
+    """`model_key` is the root of the model's digests: weights, code, versions and layout."""
 
     disk: KvDisk
     records: ModelRecords
     model_key: str
-    adapter_keys: Mapping[str, str]
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Has `wake` called on this loop's thread after each read and write."""
@@ -89,12 +87,11 @@ async def join_disk(
         logger.warning("Prefixes of %s are not kept on disk: %s.", config.model.name, refusal)
         return None
     try:
-        weights, adapters = await asyncio.to_thread(_fingerprints, disk, loaded.folder, config)
+        weights = await asyncio.to_thread(_fingerprints, disk, loaded.folder, config)
     except OSError as error:
         logger.warning("Prefixes of %s are not kept on disk: its files cannot be read: %s.", config.model.name, error)
         return None
     rounding = _rounding(config, contents.dtype(), runner.cache.block_bytes)
-    is_merged = merged_adapter(config.model.adapters) is not None
     model_key = json.dumps(  # unambiguous: no other list gives this text
         [
             str(FORMAT_VERSION),
@@ -104,8 +101,7 @@ async def join_disk(
             f"batch_invariant {config.model.batch_invariant}",
             *await asyncio.wrap_future(thread.call(contents.layout)),
             *(() if rounding is None else ("8 bits on disk",)),
-            weights,
-            *(adapters.values() if is_merged else ()),
+            *weights,
         ]
     )
     block_bytes = runner.cache.block_bytes if rounding is None else rounding.packed_bytes
@@ -118,7 +114,7 @@ async def join_disk(
         )
         logger.warning(message, config.model.name, f"{limit:,}", f"{smallest:,}")
         return None
-    return ModelOnDisk(disk, ModelRecords(disk, space, states, rounding), model_key, adapters)
+    return ModelOnDisk(disk, ModelRecords(disk, space, states, rounding), model_key)
 
 
 async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, executor: Executor) -> None:
@@ -170,19 +166,21 @@ def _libraries(loaded: LoadedModel) -> tuple[str, ...]:
     return ("mlx", "mlx-lm", "mlx-vlm") if isinstance(loaded.model, ReadsImages) else ("mlx", "mlx-lm")
 
 
-def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> tuple[str, dict[str, str]]:
-    adapters = {adapter.name: fingerprint(adapter.path, disk.files) for adapter in config.model.adapters}
-    return fingerprint(folder, disk.files), adapters
+def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> list[str]:
+    """Of the model, and of the adapter in it."""
+    merged = merged_adapter(config.model.adapters)
+    return [fingerprint(part, disk.files) for part in (folder, *(() if merged is None else (merged.path,)))]
 
 
-def fingerprint(folder: Path, files: Files) -> str:
+def fingerprint(folder: Path, files: Files | None = None) -> str:
     """A digest of the names and contents of a model's or adapter's weights, configuration and code; not of their place.
     Equal for equal files only.
 
     All files are read once, at an SSD's speed, or from the page cache if they fit in it beside the loaded model. The
-    digest of a file is remembered in `files` by its path, size, time and inode. Any thread; raises `OSError`.
+    digest of a file is remembered in `files`, if given, by its path, size, time and inode. Any thread; raises
+    `OSError`.
     """
-    known = _remembered(files)
+    known = {} if files is None else _remembered(files)
     digest = xxhash.xxh3_128()
     seen: dict[str, str] = {}
     for path in sorted({path for pattern in _WEIGHTS_AND_CODE for path in matching(folder, pattern)}):
@@ -190,7 +188,7 @@ def fingerprint(folder: Path, files: Files) -> str:
         key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
         seen[key] = known.get(key) or _content_digest(path)
         digest.update(f"{path.name}\0{seen[key]}\0".encode())
-    if not seen.keys() <= known.keys():
+    if files is not None and not seen.keys() <= known.keys():
         kept = list({**known, **seen}.items())[-_MAX_REMEMBERED:]
         with contextlib.suppress(OSError):  # on a full disk, all files are read again after the next start
             files.replace(_FINGERPRINTS, json.dumps(dict(kept)).encode())

@@ -86,38 +86,42 @@ class Probe:
     """A few prompts and plain mlx-lm's logits for them, which a runner must reproduce: without adapters, and then in
     batches with two adapters and one request without, until each adapter has been in a batch. MLX thread.
 
-    Its generators yield after each step of the model.
+    Make it before the runner: the model must be as mlx-lm built it, apart from `adapters`. Other models' steps may run
+    at each yield.
     """
 
-    def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
-        rng = np.random.default_rng(0)
-        self._model_type = getattr(model, "model_type", type(model).__name__)
-        self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
-        num_adapters = len(adapters.names)
-        self._batches = [(NONE,) * len(_PROMPTS)]
-        self._batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
-        self._model, self._vocab_size, self._adapters = model, vocab_size, adapters
-        self._expected: dict[tuple[int, ...], list[mx.array]] = {}
+    def __init__(
+        self, model_type: str, sequences: list[list[int]], expected: dict[tuple[int, ...], list[mx.array]]
+    ) -> None:
+        """`expected` has plain mlx-lm's logits of all sequences for each choice of their adapters."""
+        self._model_type = model_type
+        self._sequences = sequences
+        self._expected = expected
 
-    def compute_plain(self) -> Generator[float, None, None]:
-        """Computes plain mlx-lm's logits. Call it before a runner is made: the model must be as mlx-lm built it, apart
-        from adapters. Raises `ModelLoadError` if the model fails in mlx-lm itself, or if its logits are NaN or not
-        `vocab_size` wide."""
+    @classmethod
+    def in_pieces(cls, model: Any, vocab_size: int, adapters: AdapterRows) -> Generator[float, None, Probe]:
+        """Raises `ModelLoadError` if the model fails in mlx-lm itself, or if its logits are NaN or not `vocab_size`
+        wide."""
+        rng = np.random.default_rng(0)
+        sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
+        num_adapters = len(adapters.keys)
+        batches = [(NONE,) * len(_PROMPTS)]
+        batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
         plain: dict[tuple[int, int], mx.array] = {}
-        for index, sequence in enumerate(self._sequences):
-            for owner in dict.fromkeys(owners[index] for owners in self._batches):
+        for index, sequence in enumerate(sequences):
+            for owner in dict.fromkeys(owners[index] for owners in batches):
                 try:
-                    plain[index, owner] = _plain_logits(self._model, sequence, self._adapters, owner)
+                    plain[index, owner] = _plain_logits(model, sequence, adapters, owner)
                 except ModelLoadError:
                     raise
                 except Exception as error:  # model code, and MLX below it
-                    raise model_failure(self._model, error) from error
+                    raise model_failure(model, error) from error
                 yield 1.0
-        self._expected = {owners: [plain[place] for place in enumerate(owners)] for owners in self._batches}
-        self._dtype = plain[0, NONE].dtype
         width = plain[0, NONE].shape[-1]
-        if width != self._vocab_size:
-            raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {self._vocab_size}.")
+        if width != vocab_size:
+            raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {vocab_size}.")
+        expected = {owners: [plain[place] for place in enumerate(owners)] for owners in batches}
+        return cls(getattr(model, "model_type", type(model).__name__), sequences, expected)
 
     def find_level(self, runner: ModelRunner) -> Generator[float, None, None]:
         """Runs mixed steps of prompt chunks and decodes at one level after another, at each level first with the head
@@ -127,7 +131,7 @@ class Probe:
         for level in possible_levels(runner.cache.layers):
             for selects_rows in (True, False) if runner.forward.can_select_rows else (False,):
                 runner.forward.use(level, selects_rows=selects_rows)
-                reason = yield from self._difference(runner)
+                reason = yield from self.difference(runner)
                 if reason is None:
                     _log_level(level)
                     return
@@ -135,35 +139,31 @@ class Probe:
         tried = "; ".join(f"{level}: {reason}" for level, reason in reasons.items())
         raise ModelLoadError(f"Models of type {self._model_type} cannot be served in a paged batch yet ({tried}).")
 
-    def error(self, runner: ModelRunner) -> Generator[float, None, float]:
-        """The largest difference of logits relative to the largest logit, at the runner's current level. Releases the
+    def difference(self, runner: ModelRunner) -> Generator[float, None, str | None]:
+        """Why the ragged batch is not good enough at the runner's current level, or None if it is. Releases the
         pools."""
-        errors = []
         try:
-            for owners in self._batches:
-                errors.append((yield from self._batch_error(runner, owners)))
-        finally:
-            runner.cache.release()
-        return _largest(errors)
-
-    def _batch_error(self, runner: ModelRunner, owners: tuple[int, ...]) -> Generator[float, None, float]:
-        got, expected = (yield from _ragged_logits(runner, self._sequences, owners)), self._expected[owners]
-        if got[0].shape != expected[0].shape:
-            raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {expected[0].shape[-1]}")
-        return _largest([relative_error(ours, theirs) for ours, theirs in zip(got, expected, strict=True)])
-
-    def _difference(self, runner: ModelRunner) -> Generator[float, None, str | None]:
-        """Why the ragged batch is not good enough, or None if it is."""
-        try:
-            worst = yield from self.error(runner)
+            worst = yield from self._error(runner)
         except UnpageableError as error:
             return f"a layer asks for {error}"
         except Exception as error:  # any error of the model's code
             return f"{type(error).__name__}: {error}"
-        tolerance = TOLERANCES[self._dtype]
+        finally:
+            runner.cache.release()
+        tolerance = TOLERANCES[next(iter(self._expected.values()))[0].dtype]
         if not worst <= tolerance:
             return f"its logits differ by {worst:.1e} of the largest, more than {tolerance:g}"
         return None
+
+    def _error(self, runner: ModelRunner) -> Generator[float, None, float]:
+        """The largest difference of logits relative to the largest logit."""
+        errors = []
+        for owners, expected in self._expected.items():
+            got = yield from _ragged_logits(runner, self._sequences, owners)
+            if got[0].shape != expected[0].shape:
+                raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {expected[0].shape[-1]}")
+            errors += [relative_error(ours, theirs) for ours, theirs in zip(got, expected, strict=True)]
+        return _largest(errors)
 
 
 def _log_level(level: Level) -> None:
@@ -185,7 +185,7 @@ def _plain_logits(model: Any, sequence: Sequence[int], adapters: AdapterRows, ow
         )
     if owner != NONE and mx.isnan(logits).any():
         raise ModelLoadError(
-            f"With the adapter {adapters.names[owner]} the model's logits are NaN: its file is broken, or made for "
+            f"With the adapter {adapters.name_of(owner)} the model's logits are NaN: its file is broken, or made for "
             "other weights."
         )
     mx.eval(logits)

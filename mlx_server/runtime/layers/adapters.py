@@ -1,5 +1,4 @@
-"""LoRA and DoRA adapters in mlx-lm's format, and LoRA adapters in PEFT's. A model can have several LoRA adapters, and
-each row of a batch its own.
+"""LoRA adapters in a model's layers. A model can have several, and each row of a batch its own.
 
 A layer computes its own product once for all rows. The matrices of its adapters lie side by side; each takes as many
 columns as its rank:
@@ -14,9 +13,7 @@ its own adapter alone.
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,17 +21,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
-from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
-from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from mlx_server.errors import ModelLoadError
-from mlx_server.model_entries import Adapter, hub_id
+from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.cache_views import RowGroup, UnpageableError
 from mlx_server.runtime.attention.interface import IntArray
-from mlx_server.runtime.layers.peft import BASE_LAYER, PEFT_WEIGHTS, SETTINGS_FILE, apply_peft
-from mlx_server.runtime.models.folder import TensorHeader, read_headers
+from mlx_server.runtime.layers.adapter_files import replace_modules, take_layers
 
 NONE = -1
 """The adapter index of a row without an adapter."""
@@ -42,10 +35,22 @@ NONE = -1
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """The adapters of one layer by ascending index, and their ranks. Many layers have equal layouts."""
+    """The adapters of one layer in the order of their columns, and their ranks. Many layers have equal layouts."""
 
-    adapters: tuple[int, ...]
-    ranks: tuple[int, ...]
+    adapters: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def joined(self, adapter: int, rank: int) -> ColumnLayout:
+        """With one more adapter, behind the others."""
+        return ColumnLayout((*self.adapters, adapter), (*self.ranks, rank))
+
+    def left(self, adapter: int) -> tuple[ColumnLayout, slice]:
+        """Without one of the adapters, and where its columns were."""
+        place = self.adapters.index(adapter)
+        first = sum(self.ranks[:place])
+        others = [pair for pair in zip(self.adapters, self.ranks) if pair[0] != adapter]
+        rest = ColumnLayout(tuple(one for one, _ in others), tuple(rank for _, rank in others))
+        return rest, slice(first, first + self.ranks[place])
 
     def span(self, owners: IntArray) -> slice | None:
         """The columns from the first to the last adapter that occurs in `owners`; None if the layer has none of
@@ -103,16 +108,40 @@ class RowScope:
 
 
 class AdapterRows:
-    """The `names` of a model's adapters, and the adapters of the rows that its layers compute now.
+    """A model's adapters, and the adapters of the rows that its layers compute now.
 
-    Shared by a model's layers and the code that calls them. Between forward passes no row has an adapter, so the model
-    then computes what it does without adapters.
+    `keys` has one key for each adapter, at its index; None is free for another one. `by_name` has the keys of the
+    adapters by the names that requests give, and belongs to who serves the model. Names whose adapters have equal
+    content share a key. Shared by a model's layers and the code that calls them. Between forward passes no row has an
+    adapter, so the model then computes what it does without adapters.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        self.names = tuple(names)
+        """With adapters whose names are their keys."""
+        self.keys: list[str | None] = list(names)
+        self.by_name = {name: name for name in names}
         self._scope: RowScope | None = None  # None if no row of the batch has an adapter
         self._groups: dict[tuple[int, int], RowScope] = {}
+
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter]) -> AdapterRows:
+        """Of adapters that are known by their content, or else by their names."""
+        rows = cls()
+        rows.by_name = {adapter.name: adapter.key or adapter.name for adapter in adapters}
+        rows.keys = list(dict.fromkeys(rows.by_name.values()))
+        return rows
+
+    def add(self, key: str) -> int:
+        """The index of a new adapter."""
+        if None not in self.keys:
+            self.keys.append(None)
+        index = self.keys.index(None)
+        self.keys[index] = key
+        return index
+
+    def name_of(self, index: int) -> str:
+        """A name of an adapter."""
+        return next((name for name, key in self.by_name.items() if key == self.keys[index]), str(self.keys[index]))
 
     def columns(self, layout: ColumnLayout) -> Columns | None:
         """The columns that a layer of this layout must compute; None if there are none."""
@@ -173,46 +202,71 @@ class LowRank(NamedTuple):
     lora_b: mx.array
 
 
-def layout_of(parts: Sequence[LowRank]) -> ColumnLayout:
-    return ColumnLayout(tuple(part.adapter for part in parts), tuple(part.lora_b.shape[-2] for part in parts))
+class LowRankColumns(nn.Module):  # type: ignore[misc]
+    """The matrices of a layer's adapters: `lora_a` `[columns, inputs]` and `lora_b` `[columns, outputs]`. `axis` is
+    that of the columns; layers of experts have an axis of experts before it. Without adapters, there are none."""
+
+    axis = 0
+    lora_a: mx.array
+    lora_b: mx.array
+
+    def __init__(self, parts: Sequence[LowRank]) -> None:
+        super().__init__()
+        self.layout = ColumnLayout()
+        for part in parts:
+            self.join(part)
+
+    def join(self, part: LowRank) -> None:
+        """Adds the columns of one more adapter. Lazy."""
+        for name, more in (("lora_a", part.lora_a.swapaxes(-1, -2)), ("lora_b", part.lora_b)):
+            self[name] = mx.concatenate([self[name], more], axis=self.axis) if name in self else more
+        self.layout = self.layout.joined(part.adapter, part.lora_b.shape[-2])
+
+    def leave(self, adapter: int) -> None:
+        """Removes the columns of an adapter. Lazy."""
+        self.layout, gone = self.layout.left(adapter)
+        for name in ("lora_a", "lora_b"):
+            before, _, after = mx.split(self.pop(name), [gone.start, gone.stop], axis=self.axis)
+            if self.layout.adapters:
+                self[name] = mx.concatenate([before, after], axis=self.axis)
+
+    def part(self, adapter: int) -> LowRank:
+        """What the only adapter of this layer adds, as another one's `adapter`."""
+        return LowRank(adapter, self.lora_a.swapaxes(-1, -2), self.lora_b)
 
 
-class _AdaptedLayer(nn.Module):  # type: ignore[misc]
-    """The layer `base` with adapters: `lora_a` `[columns, inputs]` and `lora_b` `[columns, outputs]` have the columns
-    of all of them."""
+class AdaptedLayer(LowRankColumns):
+    """The layer `base` with adapters."""
 
     def __init__(self, base: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
-        super().__init__()
+        super().__init__(parts)
         self.base = base
-        self.lora_a = mx.concatenate([part.lora_a.T for part in parts])
-        self.lora_b = mx.concatenate([part.lora_b for part in parts])
-        self._layout = layout_of(parts)
         self._rows = rows
 
 
 def is_adapted(part: nn.Module) -> bool:
     """Whether `part` of a model has a layer with adapters that may differ by row."""
-    return any(isinstance(module, (_AdaptedLayer, AdaptedExperts)) for module in part.modules())
+    return any(isinstance(module, AdaptedLayer | AdaptedExperts) for module in part.modules())
 
 
-class AdaptedLinear(_AdaptedLayer):
+class AdaptedLinear(AdaptedLayer):
     """A linear layer with adapters, quantised or not."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array = self.base(x)
-        columns = self._rows.columns(self._layout)
+        columns = self._rows.columns(self.layout)
         if columns is None:
             return y
         z = self._rows.keep_own(columns, x @ self.lora_a[columns.span].T) @ self.lora_b[columns.span]
         return y + z.astype(x.dtype)
 
 
-class AdaptedEmbedding(_AdaptedLayer):
+class AdaptedEmbedding(AdaptedLayer):
     """An embedding with adapters, which may also be the model's output head."""
 
     def __call__(self, ids: mx.array) -> mx.array:
         y: mx.array = self.base(ids)
-        columns = self._rows.columns(self._layout)
+        columns = self._rows.columns(self.layout)
         if columns is None:
             return y
         z = self._rows.keep_own(columns, self.lora_a[columns.span].T[ids]) @ self.lora_b[columns.span]
@@ -220,7 +274,7 @@ class AdaptedEmbedding(_AdaptedLayer):
 
     def as_linear(self, x: mx.array) -> mx.array:
         y: mx.array = self.base.as_linear(x)
-        columns = self._rows.columns(self._layout)
+        columns = self._rows.columns(self.layout)
         if columns is None:
             return y
         z = self._rows.keep_own(columns, x @ self.lora_b[columns.span].T) @ self.lora_a[columns.span]
@@ -236,7 +290,10 @@ class ExpertRoute:
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
         self.is_mixed = False
-        self._num_owners = len(rows.names) + 1
+
+    @property
+    def _num_owners(self) -> int:
+        return len(self.rows.keys) + 1
 
     def mix(self, indices: mx.array, owners: mx.array) -> mx.array:
         """Expert `indices` `[rows, ..., k]` with the `owners` `[rows]` encoded in them."""
@@ -251,17 +308,35 @@ class ExpertRoute:
 
 
 class AdaptedExperts(nn.Module):  # type: ignore[misc]
-    """A layer of experts whose products are `AdaptedExpertLinear`s. `adapters` are those of any of its products."""
+    """A layer of experts whose `products` are `AdaptedExpertLinear`s. `layout` has the adapters of any of them."""
 
-    def __init__(self, experts: nn.Module, adapters: Collection[int], route: ExpertRoute) -> None:
+    def __init__(self, experts: nn.Module, rows: AdapterRows) -> None:
         super().__init__()
+        kinds = SwitchLinear | QuantizedSwitchLinear
+        self._route = ExpertRoute(rows)
+        plain = {name: child for name, child in experts.children().items() if isinstance(child, kinds)}
+        adapted = {name: AdaptedExpertLinear(child, self._route) for name, child in plain.items()}
+        experts.update_modules(adapted)
         self.experts = experts
-        self._layout = ColumnLayout(tuple(sorted(adapters)), (1,) * len(adapters))
-        self._route = route
+        self.layout = ColumnLayout()
+
+    @property
+    def products(self) -> dict[str, AdaptedExpertLinear]:
+        return {name: child for name, child in self.experts.items() if isinstance(child, AdaptedExpertLinear)}
+
+    def refresh(self) -> None:
+        """Call when a product has other adapters than before."""
+        adapters = sorted({adapter for product in self.products.values() for adapter in product.layout.adapters})
+        self.layout = ColumnLayout(tuple(adapters), (1,) * len(adapters))
+
+    def plain(self) -> nn.Module:
+        """The layer as it was without adapters."""
+        self.experts.update_modules({name: product.linear for name, product in self.products.items()})
+        return self.experts
 
     def __call__(self, x: mx.array, indices: mx.array) -> Any:
         route = self._route
-        columns = route.rows.columns(self._layout)
+        columns = route.rows.columns(self.layout)
         if columns is None or columns.owners is None:
             return self.experts(x, indices)
         route.is_mixed = True
@@ -271,23 +346,21 @@ class AdaptedExperts(nn.Module):  # type: ignore[misc]
             route.is_mixed = False
 
 
-class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
+class AdaptedExpertLinear(LowRankColumns):
     """One of the products of a layer of experts. `lora_a` is `[experts, columns, inputs]` and `lora_b` `[experts,
-    columns, outputs]`, for all adapters. A product without adapters must still decode the indices."""
+    columns, outputs]`. A product without adapters must still decode the indices."""
 
-    def __init__(self, linear: nn.Module, parts: Sequence[LowRank], route: ExpertRoute) -> None:
-        super().__init__()
+    axis = 1
+
+    def __init__(self, linear: nn.Module, route: ExpertRoute) -> None:
+        super().__init__(())
         self.linear = linear
-        self._layout = layout_of(parts)
         self._route = route
-        if parts:
-            self.lora_a = mx.concatenate([part.lora_a.swapaxes(-1, -2) for part in parts], axis=1)
-            self.lora_b = mx.concatenate([part.lora_b for part in parts], axis=1)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         experts = self._route.experts(indices)
         y: mx.array = self.linear(x, experts, sorted_indices=sorted_indices)
-        columns = self._route.rows.columns(self._layout)
+        columns = self._route.rows.columns(self.layout)
         if columns is None:
             return y
         lora_a, lora_b = self.lora_a[:, columns.span].swapaxes(-1, -2), self.lora_b[:, columns.span]
@@ -298,111 +371,57 @@ class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
         return y + z.astype(x.dtype)
 
 
-WEIGHTS_FILE = "adapters.safetensors"
-
-
-def apply_adapter(model: Any, adapter: Adapter) -> None:
-    """Applies an adapter to `model` for all rows. Its weights are lazy until they are evaluated. Raises
-    `ModelLoadError` if the folder has no adapter, or one for another model."""
-    folder = adapter.path
-    weights = _weights_file(adapter)
-    missing = [name for name in (SETTINGS_FILE, weights) if not (folder / name).is_file()]
-    if missing:
-        on_hub = (
-            ""
-            if folder.exists() or hub_id(adapter.folder) is None
-            else (f" One of the hub must be fetched first: hf download {adapter.folder} --local-dir FOLDER.")
-        )
-        raise ModelLoadError(
-            f"--adapter {adapter.folder} has no {' and no '.join(missing)}; it must be a folder that mlx_lm.lora has "
-            f"written, or PEFT, with {PEFT_WEIGHTS}.{on_hub}"
-        )
-    try:
-        if weights == PEFT_WEIGHTS:
-            apply_peft(model, adapter)
-        else:
-            load_adapters(model, str(folder))
-    except Exception as error:  # mlx-lm raises errors of any kind for bad files
-        raise ModelLoadError(
-            f"The adapter in {folder} does not fit the model: {type(error).__name__}: {error}"
-        ) from error
-    model.eval()  # without dropout
-
-
 def install_adapters(model: Any, adapters: Sequence[Adapter]) -> AdapterRows:
     """Installs adapters in `model` so that each row of a batch may have a different one, or none; the returned
     `AdapterRows` say which. Raises like `apply_adapter`, and also for an adapter whose changes cannot be computed by
     row."""
-    rows = AdapterRows([adapter.name for adapter in adapters])
-    parts: defaultdict[str, list[LowRank]] = defaultdict(list)
-    for index, adapter in enumerate(adapters):
-        for path, layer in _take_layers(model, adapter).items():
-            parts[path].append(_low_rank(index, layer))
-    for path, experts in list(model.named_modules()):
-        if isinstance(experts, SwitchGLU | SwitchMLP):
-            _adapt_experts(model, path, experts, parts, rows)
+    rows = AdapterRows.of(adapters)
+    by_key = {rows.by_name[adapter.name]: adapter for adapter in adapters}
+    layers = [take_layers(model, by_key[key]) for key in rows.keys if key is not None]
     modules = dict(model.named_modules())
-    _replace(model, {path: _adapted(modules[path], parts[path], rows) for path in parts})
+    for index, taken in enumerate(layers):
+        for path, layer in taken.items():
+            join_layer(model, modules, path, _low_rank(index, layer), rows)
     return rows
 
 
-def must_be_merged(adapter: Adapter) -> bool:
-    """Whether an adapter must be merged into the model, because it is more than products of two matrices beside the
-    model's own: DoRA, or full weights. False for settings that cannot be read, which loading refuses."""
-    try:
-        return _kind(adapter) != "lora"
-    except (OSError, ValueError, AttributeError):
-        return False
+def join_layer(model: Any, modules: dict[str, nn.Module], path: str, part: LowRank, rows: AdapterRows) -> nn.Module:
+    """Adds what an adapter adds to the layer that is at `path` of the model without adapters, and returns the layer or
+    the layer of experts around it. `modules` are the model's by path, and are kept up to date. Lazy."""
+    owner_path, _, name = path.rpartition(".")
+    owner, found = modules.get(owner_path), modules.get(path)
+    if isinstance(owner, SwitchGLU | SwitchMLP):
+        owner = _put(model, modules, owner_path, AdaptedExperts(owner, rows))
+    if isinstance(owner, AdaptedExperts):
+        owner.products[name].join(part)
+        owner.refresh()
+        return owner
+    if isinstance(found, AdaptedLayer):
+        found.join(part)
+        return found
+    kind = AdaptedEmbedding if isinstance(found, nn.Embedding | nn.QuantizedEmbedding) else AdaptedLinear
+    return _put(model, modules, path, kind(found, (part,), rows))
 
 
-def merged_adapter(adapters: Sequence[Adapter]) -> Adapter | None:
-    """The adapter that is merged into the model for all requests: the only one given, if it cannot differ by request.
-    Else None."""
-    return adapters[0] if len(adapters) == 1 and must_be_merged(adapters[0]) else None
+def leave_layer(model: Any, modules: dict[str, nn.Module], path: str, adapter: int) -> nn.Module:
+    """Removes what an adapter adds to the `AdaptedLayer` or `AdaptedExperts` at `path`, and returns what is there then.
+    Lazy."""
+    found = modules[path]
+    assert isinstance(found, AdaptedLayer | AdaptedExperts), "only these have adapters"
+    for columns in found.products.values() if isinstance(found, AdaptedExperts) else (found,):
+        if adapter in columns.layout.adapters:
+            columns.leave(adapter)
+    if isinstance(found, AdaptedExperts):
+        found.refresh()
+    if found.layout.adapters:
+        return found
+    return _put(model, modules, path, found.plain() if isinstance(found, AdaptedExperts) else found.base)
 
 
-def adapter_tensors(adapter: Adapter) -> list[TensorHeader]:
-    """The headers of an adapter's own tensors; empty if there is no file."""
-    path = adapter.path / _weights_file(adapter)
-    headers = read_headers(path) if path.is_file() else {}
-    return [header for name, header in headers.items() if not name.endswith(BASE_LAYER)]
-
-
-def _weights_file(adapter: Adapter) -> str:
-    """mlx-lm's, unless there is only PEFT's."""
-    is_peft = not (adapter.path / WEIGHTS_FILE).is_file() and (adapter.path / PEFT_WEIGHTS).is_file()
-    return PEFT_WEIGHTS if is_peft else WEIGHTS_FILE
-
-
-def _kind(adapter: Adapter) -> str:
-    """The adapter's type as mlx-lm names it: lora, dora or full."""
-    settings = json.loads((adapter.path / SETTINGS_FILE).read_text(encoding="utf-8"))
-    return str(settings.get("fine_tune_type", "lora"))
-
-
-def _take_layers(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
-    """The layers that mlx-lm makes for an adapter, by path. The model is left as it was."""
-    if must_be_merged(adapter) and _kind(adapter) == "full":
-        raise _refusal(adapter, "replaces weights of the model")
-    before = dict(model.named_modules())
-    apply_adapter(model, adapter)
-    changed = {path: layer for path, layer in model.named_modules() if before.get(path, layer) is not layer}
-    _replace(model, {path: before[path] for path in changed})
-    for path, layer in changed.items():
-        owner = before.get(path.rpartition(".")[0])
-        is_known = isinstance(layer, LoRALinear | LoRAEmbedding) or (
-            isinstance(layer, LoRASwitchLinear) and isinstance(owner, SwitchGLU | SwitchMLP)
-        )
-        if not is_known:
-            raise _refusal(adapter, f"makes {path} a {type(layer).__name__}")
-    return changed
-
-
-def _refusal(adapter: Adapter, what: str) -> ModelLoadError:
-    remedy = "put it into the model with `mlx_lm.fuse`, and serve the result"
-    if must_be_merged(adapter):
-        remedy = f"serve the model with this adapter alone: --adapter {adapter.folder} and no other"
-    return ModelLoadError(f"The adapter {adapter.name} {what}, which cannot differ by request; {remedy}.")
+def _put(model: Any, modules: dict[str, nn.Module], path: str, module: nn.Module) -> nn.Module:
+    replace_modules(model, {path: module})
+    modules[path] = module
+    return module
 
 
 def _low_rank(adapter: int, layer: Any) -> LowRank:
@@ -411,28 +430,3 @@ def _low_rank(adapter: int, layer: Any) -> LowRank:
     if isinstance(layer, LoRASwitchLinear):
         return LowRank(adapter, layer.lora_a.swapaxes(-1, -2), lora_b.swapaxes(-1, -2))
     return LowRank(adapter, layer.lora_a, lora_b)
-
-
-def _adapt_experts(
-    model: Any, path: str, experts: nn.Module, parts: dict[str, list[LowRank]], rows: AdapterRows
-) -> None:
-    """Moves the `parts` for a layer of experts, if there are any, into that layer. Then all of its products must decode
-    the indices of a mixed batch."""
-    kinds = SwitchLinear | QuantizedSwitchLinear
-    products = {name: child for name, child in experts.children().items() if isinstance(child, kinds)}
-    own = {name: parts.pop(f"{path}.{name}", []) for name in products}
-    if any(own.values()):
-        route = ExpertRoute(rows)
-        experts.update_modules({name: AdaptedExpertLinear(child, own[name], route) for name, child in products.items()})
-        adapters = {part.adapter for some in own.values() for part in some}
-        _replace(model, {path: AdaptedExperts(experts, adapters, route)})
-
-
-def _adapted(base: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> nn.Module:
-    kind = AdaptedEmbedding if isinstance(base, nn.Embedding | nn.QuantizedEmbedding) else AdaptedLinear
-    return kind(base, parts, rows)
-
-
-def _replace(model: Any, modules: dict[str, nn.Module]) -> None:
-    if modules:
-        model.update_modules(tree_unflatten(list(modules.items())))

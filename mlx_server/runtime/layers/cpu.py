@@ -258,6 +258,12 @@ def _install_layers(model: Any, library: Any) -> int:
     return count
 
 
+def forget_layer(module: Any) -> None:
+    """Call when a part of a layer was replaced: whether the library can compute it is found out again."""
+    if isinstance(module, _Block):
+        vars(module).pop("_parts", None)
+
+
 def _is_known(module: Any) -> bool:
     if not _has_code_of(module, llama.TransformerBlock) or isinstance(module, _Block):
         return False
@@ -298,6 +304,8 @@ def _parts(block: Any, library: Any, rotation: Any) -> Any | None:
     parts = library.Layer(rotation, attention.n_heads, attention.n_kv_heads, attention.scale)
     for name in _PRODUCTS:
         layer = (attention if name in attention else mlp)[name]
+        if not hasattr(layer, "_product"):  # it got an adapter
+            return None
         given = layer.get("scales"), layer.get("biases"), layer.bits if "scales" in layer else 0
         if not parts.add_product(layer.weight, *given, layer.get("bias")):
             return None

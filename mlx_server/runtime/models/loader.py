@@ -30,7 +30,8 @@ from mlx_server.runtime.checks.step_costs import FirstSteps, context_doubling, m
 from mlx_server.runtime.kernels.gpu.product_choice import gpu_products
 from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.kernels.trials import exhaust
-from mlx_server.runtime.layers.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
+from mlx_server.runtime.layers.adapter_files import apply_adapter, merged_adapter
+from mlx_server.runtime.layers.adapters import AdapterRows, install_adapters
 from mlx_server.runtime.layers.cpu import bfloat16_weights, install_native, native_library
 from mlx_server.runtime.layers.sharding import NO_IMAGES, Group, agreement, shard_model
 from mlx_server.runtime.memory import return_freed_memory
@@ -38,7 +39,7 @@ from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_no_vision
 from mlx_server.runtime.models.folder import CONTEXT_KEYS
-from mlx_server.runtime.models.resolve import find_folder
+from mlx_server.runtime.models.resolve import find_adapter, find_folder
 from mlx_server.runtime.pooling import Pooler, PoolingSpec, load_dense, read_pooling
 from mlx_server.runtime.vision import IMAGE_SHARE, ImageEncoder
 
@@ -128,8 +129,8 @@ def load(
     name: str, dtype: str = "auto", *, adapters: Sequence[Adapter] = (), trust_remote_code: bool = False
 ) -> LoadedModel:
     """`find_folder` and `load_in_pieces` together. MLX thread."""
-    folder = find_folder(name, dtype)
-    return exhaust(load_in_pieces(name, folder, dtype, adapters=adapters, trust_remote_code=trust_remote_code))
+    folder, found = find_folder(name, dtype), [find_adapter(adapter) for adapter in adapters]
+    return exhaust(load_in_pieces(name, folder, dtype, adapters=found, trust_remote_code=trust_remote_code))
 
 
 def load_in_pieces(
@@ -177,18 +178,23 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False, is
     `load_in_pieces`. Ranks of a model keep MLX's products on GPUs: those that each measured to be faster might differ,
     and so might the experts that they choose."""
     _drop_dynamic_scaling(model)
-    chosen = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
+    chosen = compute_dtype(dtype)
     kept = bfloat16_weights(model) if dtype == "auto" and native_library() is not None else ()
     if chosen is not None:
         model.set_dtype(chosen)
     if chosen == mx.float32:
         install_native(model, kept)
     yield 0.0
-    yield from _evaluate(model)
+    yield from evaluate([array for _, array in tree_flatten(model.parameters())])
     if is_metal() and is_alone:
         text = getattr(model, "language_model", model)  # a vision encoder never has few rows
         for _ in gpu_products(text, ProductKernels.of_metal(), exact=batch_invariant):
             yield 1.0
+
+
+def compute_dtype(dtype: str) -> mx.Dtype | None:
+    """The type of the setting --dtype in which a model computes here; None if that is its own."""
+    return DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
 
 
 def _drop_dynamic_scaling(model: Any) -> None:
@@ -201,9 +207,8 @@ def _drop_dynamic_scaling(model: Any) -> None:
             module.rope = nn.RoPE(rope.dims, rope.traditional, base, getattr(rope, "scale", 1.0))
 
 
-def _evaluate(model: Any) -> Pieces[None]:
-    """Reads and converts the lazy weights."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
+def evaluate(arrays: Sequence[mx.array]) -> Pieces[None]:
+    """Reads and converts lazy weights."""
     total_bytes = sum(array.nbytes for array in arrays)
     done_bytes = piece_bytes = 0
     piece: list[mx.array] = []
@@ -247,9 +252,8 @@ def make_runner(
     cache = PagedKVCache(layers, choose_backend(backend, attention_specs(layers)))
     yield 1.0
     if batch_invariant:
-        yield from compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
-    probe = Probe(loaded.model, loaded.vocab_size, loaded.adapters)
-    yield from probe.compute_plain()
+        yield from compute_by_row(loaded.model, cache.backend, tuple(loaded.adapters.by_name))
+    probe = yield from Probe.in_pieces(loaded.model, loaded.vocab_size, loaded.adapters)
     pooler = Pooler(load_dense(loaded.pooling))
     runner = ModelRunner(loaded.model, cache, loaded.vocab_size, loaded.adapters, pooler)
     if loaded.group is not None:
@@ -263,7 +267,7 @@ def make_runner(
         elif pool.kv_bits != FULL_KV:
             yield from quantize_kv(runner, loaded.vocab_size, pool.kv_bits, backend)
             if batch_invariant:
-                yield from compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
+                yield from compute_by_row(loaded.model, cache.backend, tuple(loaded.adapters.by_name))
         yield 1.0
         if batch_invariant:
             yield from check_invariance(runner, loaded.vocab_size)

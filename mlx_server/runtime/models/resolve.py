@@ -15,7 +15,8 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from mlx_server.config import WHOLE_WEIGHTS
 from mlx_server.environment import check_mounted, exists, expanded
 from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
-from mlx_server.model_entries import hub_id
+from mlx_server.model_entries import Adapter, hub_id
+from mlx_server.runtime.layers.adapter_files import ADAPTER_FILES
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import load_folder
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
@@ -105,6 +106,22 @@ def find_folder(
     if quantize != WHOLE_WEIGHTS:
         folder = quantized_folder(name, folder, quantize, lambda path: load_folder(path, trust_remote_code))
     return folder
+
+
+def find_adapter(adapter: Adapter) -> Adapter:
+    """The adapter with the place of its files, which are fetched if they are on the hub only. May take long. Any
+    thread. Raises `UnknownModelError` if there is none, `ModelLoadError` or `DownloadError`."""
+    name = hub_id(adapter.folder)
+    if exists(adapter.path):
+        return adapter
+    if name is None:
+        raise UnknownModelError(
+            f"There is no folder {adapter.folder}: an adapter is a folder, or an id of the hub (owner/name)."
+        )
+    try:
+        return adapter._replace(fetched=_hub_snapshot(adapter.folder, name, ADAPTER_FILES))
+    except (ModelLoadError, DownloadError) as error:
+        raise type(error)(f"The adapter {adapter.name}: {error.message}") from error
 
 
 def _checked(folder: Path) -> Path:

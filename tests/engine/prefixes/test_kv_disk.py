@@ -19,10 +19,12 @@ from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import BLOCK_SIZE, load_config
 from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.engine.loading import find_content
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.store import RecordStore
+from mlx_server.model_entries import Adapter
 from mlx_server.outputs import CompletionDelta
 from tests.adapter_files import write_adapter
 from tests.architectures import config_of
@@ -207,6 +209,9 @@ def test_adapters_are_known_by_their_files_and_are_nobody_s(tmp_path):
     async def world() -> None:
         assert [await num_cached(adapter) for adapter in adapters[:2]] == [0, 0]
         assert await num_cached(adapters[0]) == NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+        async with serving(folder, disk, adapter=[adapters[0]]) as engine:  # one takes the name while it serves
+            await engine.adapters.load(find_content(Adapter("tuned", str(tmp_path / "c"))), 0)
+            assert (await answer(engine, prompt, adapter="tuned"))[1].num_cached_tokens == 0
         store = RecordStore(Files(disk), 2**30)
         store.scan()
         assert {record.owner for _, record in store.entries()} == {owner_tag(())}

@@ -1,0 +1,124 @@
+"""The adapters of a loaded model, changed while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from mlx_server.config import ModelConfig
+from mlx_server.engine.memory.need import MemoryNeed
+from mlx_server.engine.parts import EngineParts
+from mlx_server.engine.pieces import in_pieces
+from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError
+from mlx_server.model_entries import Adapter
+from mlx_server.outputs import SchedulerOutput
+from mlx_server.request import Request, RequestStatus
+from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.models.live_adapters import add_adapter, remove_adapter
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 5.0
+
+
+class LiveAdapters:
+    """Loads and unloads adapters of one model. Their matrices are known by the digest of their content, so a request
+    keeps the adapter with which it began, whatever its name means later. One change at a time. Event-loop thread
+    only."""
+
+    def __init__(
+        self, parts: EngineParts, thread: MLXThread, settings: ModelConfig, requests: Callable[[], Iterable[Request]]
+    ) -> None:
+        """`requests` are those of the model that have not ended."""
+        self._parts = parts
+        self._thread = thread
+        self._settings = settings
+        self._requests = requests
+        self._keys = parts.loaded.adapters.by_name
+        self._turn, self._ended = asyncio.Lock(), asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_end(self) -> None:
+        """Call when a request has ended."""
+        self._ended.set()
+
+    def used_by(self, status: RequestStatus) -> list[str]:
+        """The names of the adapters of open requests with this status, also of adapters that were unloaded since."""
+        return sorted({request.adapter for request in self._requests() if request.adapter and request.status is status})
+
+    async def load(self, adapter: Adapter, num_bytes: int) -> None:
+        """From the return on, requests may name the adapter, whose key is known and which takes `num_bytes`. Steps run
+        meanwhile. Raises `ModelLoadError` for one that does not fit the model, `InsufficientMemoryError`, and
+        `OverloadedError` if the model is unloaded."""
+        task = self._start(self._load(adapter, num_bytes))
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise OverloadedError(f"The model {self._settings.name} was unloaded; load the adapter again.", _RETRY_S)
+        task.result()
+
+    def unload(self, name: str) -> None:
+        """From now on, no request may name the adapter. Its memory is freed when those that use it have ended."""
+        self._start(self._free(self._keys.pop(name)))
+
+    async def close(self) -> None:
+        """Ends all changes, before the model is unloaded."""
+        for task in self._tasks:
+            task.cancel()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _is_used(self, key: str) -> bool:
+        return any(request.adapter_key == key for request in self._requests())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _load(self, adapter: Adapter, num_bytes: int) -> None:
+        async with self._turn:
+            if adapter.key not in self._parts.loaded.adapters.keys:
+                await self._add(adapter, num_bytes)
+            before = self._keys.get(adapter.name)
+            self._keys[adapter.name] = adapter.key
+        if before is not None:
+            self._start(self._free(before))
+
+    async def _add(self, adapter: Adapter, num_bytes: int) -> None:
+        need, share = MemoryNeed(num_bytes, 0, 0), self._parts.share
+        if not share.join(need):
+            raise InsufficientMemoryError(
+                f"The adapter {adapter.name} needs {num_bytes / 2**20:.0f} MiB, and no more than "
+                f"{share.growable_bytes(1.0) / 2**20:.0f} MiB may be used: unload a model or an adapter, or raise "
+                "--memory-limit."
+            )
+        try:
+            await in_pieces(
+                self._thread,
+                lambda part: None,
+                add_adapter(self._parts.loaded, self._parts.runner, adapter, self._settings.dtype),
+            )
+        except BaseException:
+            share.part(need)
+            raise
+
+    async def _free(self, key: str) -> None:
+        """Frees an adapter once no request uses it, unless a name means it again."""
+        while self._is_used(key):
+            self._ended.clear()
+            await self._ended.wait()
+        async with self._turn:
+            rows = self._parts.loaded.adapters
+            if key in self._keys.values() or key not in rows.keys or self._is_used(key):
+                return
+            with contextlib.suppress(EngineDeadError):
+                # Launched after all steps that still have a request with the adapter.
+                await self._parts.executor.submit(SchedulerOutput(-1, ()))
+                removal = remove_adapter(self._parts.loaded.model, rows, key)
+                num_bytes = await in_pieces(self._thread, lambda part: None, removal)
+                self._parts.share.part(MemoryNeed(num_bytes, 0, 0))
+                logger.info("An adapter of %s was freed, %.0f MiB", self._settings.name, num_bytes / 2**20)
