@@ -114,7 +114,7 @@ def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -
         ({"parallel_drafting": True}, r"it drafts all tokens in parallel \(P-EAGLE\), which is not supported"),
         ({"use_aux_hidden_state": False}, "it reads only the model's last hidden state, as EAGLE 1 and 2 do"),
         ({"layer_types": ["full_attention"] * 2}, "its layer_types has 2 entries for 1 layers"),
-        ({"speculators_model_type": "peagle"}, "it is a drafter of the kind peagle; of speculators, eagle3 and dflash"),
+        ({"speculators_model_type": "peagle"}, "it is a drafter of the kind peagle; of speculators, eagle3, dflash"),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
