@@ -46,7 +46,7 @@ def evaluate_constants(model: Any) -> None:
     mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def tiny_vlm(model_type: str) -> TinyVlm:
     config = {"model_type": model_type, **CONFIGS[model_type]}
     model = build_tiny(config)
@@ -208,7 +208,7 @@ def _stacked(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
     to the most patches."""
     if arrays[0].ndim == 3 or name == "pixel_attention_mask":
         most, missing = max(array.shape[1] for array in arrays), -1 if name == "image_position_ids" else 0
-        filled = [np.full((1, most, *array.shape[2:]), missing, array.dtype) for array in arrays]
+        filled = [np.full((len(array), most, *array.shape[2:]), missing, array.dtype) for array in arrays]
         for whole, array in zip(filled, arrays, strict=True):
             whole[:, : array.shape[1]] = array
         arrays = filled

@@ -212,6 +212,8 @@ def _lay_out_views(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
     factor, pieces, words = model.processor.downsample_factor, [], []
     for row, sides in enumerate(arrays["spatial_shapes"]):
         height, width = sides.tolist()
+        if height * width > arrays["pixel_values"].shape[1]:
+            raise ValueError(f"it becomes {width} x {height} patches, more than the encoder takes")
         view = {
             name: arrays[name][row : row + 1, : height * width] for name in ("pixel_values", "pixel_attention_mask")
         }

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 from mlx.utils import tree_flatten
 from PIL import Image
-from transformers import AutoImageProcessor
 
 from mlx_server.config import BLOCK_SIZE, Config
+from mlx_server.engine.vision.families import FAMILIES, processor_for_pillow
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.request import PromptImage
 from mlx_server.runtime.checks.image_probe import image_token_id
@@ -25,7 +25,19 @@ from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, user
-from tests.picture_worlds import GEMMA, GEMMA_4, PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
+from tests.picture_worlds import (
+    GEMMA,
+    GEMMA_4,
+    INTERN_VL,
+    LFM_2,
+    PIXTRAL,
+    QWEN,
+    SMOLVLM,
+    VisionFolder,
+    data_url,
+    encoded,
+    picture,
+)
 from tests.tiny_models import save_model_folder
 from tests.vision_configs import CONFIGS
 from tests.vision_worlds import TinyVlm, build_tiny, plain_greedy
@@ -40,8 +52,16 @@ QUESTION = "What is this? Say it in a few words, and leave nothing out."
 TEXT = {"type": "text", "text": QUESTION}
 NUM_TOKENS = 8
 NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "qwen3_5": 6, "gemma3": 16, "gemma4": 6 * 10, "smolvlm": 20, "mistral3": 6}
-NUM_ENCODED = {**dict.fromkeys(NUM_IMAGE_TOKENS, 1), "smolvlm": 5}
-"""Calls of the encoder for an image: each of the four tiles and the whole are encoded by themselves."""
+NUM_IMAGE_TOKENS |= {"internvl": 7 * 4, "lfm2_vl": 6 * 16 + 12}
+NUM_ENCODED = {**dict.fromkeys(NUM_IMAGE_TOKENS, 1), "smolvlm": 5, "internvl": 7, "lfm2_vl": 7}
+"""Calls of the encoder for an image: each of the tiles and the whole are encoded by themselves."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "smolvlm": {"return_row_col_info": False},
+    "mistral3": {"patch_size": 28},
+    "internvl": {"crop_to_patches": True},
+}
+"""Of the processors' calls."""
 
 
 def image(data: bytes) -> dict[str, Any]:
@@ -66,8 +86,9 @@ class Seer:
 
     def plain(self, token_ids: list[int], *pictures: bytes) -> list[int]:
         """What mlx-vlm's class answers, given its processor's arrays for the images."""
-        options = {"smolvlm": {"return_row_col_info": False}, "mistral3": {"patch_size": 28}}.get(self.kind, {})
-        processor = AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        options = OPTIONS.get(self.kind, {})
+        read = FAMILIES[self.kind].load_processor or processor_for_pillow
+        processor = read(self.folder, self.vlm.loaded.config)
         images = []
         for data in pictures:
             arrays = processor(Image.open(io.BytesIO(data)), return_tensors="np", **options)
@@ -101,6 +122,8 @@ HOSTS = {
     "gemma": replace(GEMMA, processor={**GEMMA.processor, **SQUARE}),
     "smolvlm": SMOLVLM,
     "mistral": PIXTRAL,
+    "internvl": replace(INTERN_VL, config={**INTERN_VL.config, "model_type": "internvl"}),
+    "lfm2": LFM_2,
     "qwen3_5": replace(QWEN, config={**QWEN.config, "model_type": "qwen3_5"}),
     "gemma4": replace(GEMMA_4, processor={**GEMMA_4.processor, "max_soft_tokens": 70}),
 }
@@ -123,6 +146,10 @@ async def world(site: Site, seer: Seer) -> AsyncIterator[RealWorld]:
     world.engine.reset_prefix_cache()
     yield world
     await world.settled()
+
+
+of_any_family = pytest.mark.parametrize("seer", ["qwen"], indirect=True)
+"""For what does not depend on the family."""
 
 
 async def ask(world: RealWorld, content: Any, **more: Any) -> dict[str, Any]:
@@ -191,6 +218,7 @@ async def test_the_next_turn_encodes_nothing(world: RealWorld, seer: Seer):
     assert await num_encoded(world) - before == NUM_ENCODED[seer.kind]
 
 
+@of_any_family
 async def test_every_protocol_and_a_stream_ask_the_same(world: RealWorld, seer: Seer):
     known = await ask(world, [image(CAT), TEXT])
     text, count = known["choices"][0]["message"]["content"], known["usage"]["prompt_tokens"]
@@ -228,6 +256,7 @@ async def test_every_protocol_and_a_stream_ask_the_same(world: RealWorld, seer: 
     assert await num_encoded(world) == before
 
 
+@of_any_family
 async def test_text_beside_images_is_answered_as_alone(world: RealWorld, seer: Seer):
     alone = await ask(world, QUESTION)
     assert said(alone) == seer.plain(alone["prompt_token_ids"])
@@ -240,6 +269,7 @@ async def test_text_beside_images_is_answered_as_alone(world: RealWorld, seer: S
     assert said(dog) == seer.plain(dog["prompt_token_ids"], DOG)
 
 
+@of_any_family
 async def test_the_model_says_that_it_sees(world: RealWorld):
     (card,) = (await world.http.get("/v1/models")).json()["data"]
     assert card["capabilities"] == ["completion", "vision"]

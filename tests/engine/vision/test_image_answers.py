@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,15 @@ def mixed(model_type: str) -> list[Prompt]:
     ]
 
 
+@lru_cache(maxsize=32)
+def mixed_answers(model_type: str) -> list[list[int]]:
+    """mlx-vlm's own."""
+    return [plain_greedy(tiny_vlm(model_type), prompt, NUM_TOKENS) for prompt in mixed(model_type)]
+
+
 @pytest.mark.parametrize("model_type", CONFIGS)
 async def test_answers_are_those_of_mlx_vlm_alone_and_in_mixed_batches(model_type):
-    vlm, prompts = tiny_vlm(model_type), mixed(model_type)
-    wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+    prompts, wanted = mixed(model_type), mixed_answers(model_type)
     async with engine_of(model_type) as engine:
         assert engine.info.no_vision == ""
         assert [await answer(engine, f"a{n}", prompt) for n, prompt in enumerate(prompts)] == wanted
@@ -136,7 +142,7 @@ async def test_equal_placeholders_of_other_images_are_never_hit(model_type):
             assert stats.num_images_encoded == 2
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "gemma3", "gemma4"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "gemma3", "gemma4", "lfm2_vl"])
 async def test_the_second_turn_computes_no_image_token_and_runs_no_encoder(model_type):
     vlm = tiny_vlm(model_type)
     ids, images = prompt_of([range(5, 15), picture(model_type, 2), QUESTION, range(100, 140)])
@@ -195,12 +201,11 @@ async def test_no_step_has_the_encoder_run_twice(monkeypatch):
         assert sum(per_step) == 6
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_moe", "glm4v", "lfm2_vl"])
 async def test_preempted_requests_see_their_images_again(model_type):
-    vlm, prompts = tiny_vlm(model_type), mixed(model_type)
     async with engine_of(model_type, cache={"prefix_caching": False}) as engine:
         preempt_every(4, engine.scheduler)
-        assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+        assert await answers(engine, mixed(model_type)) == mixed_answers(model_type)
         assert engine.stats().num_preemptions > 0
 
 
@@ -311,7 +316,7 @@ async def test_a_models_own_head_drafts_behind_images(tmp_path):
     engine = AsyncEngine(settings)
     await engine.start()
     try:
-        assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+        assert await answers(engine, prompts) == mixed_answers("qwen3_5")
         assert engine.stats().num_draft_tokens > 0
         assert engine.stats().num_images_encoded == 2
     finally:

@@ -351,7 +351,20 @@ def test_an_image_that_a_processor_cannot_take_is_refused_with_its_size(
         model.prepare(encoded(picture(size=(56, 84))))
 
 
-def test_extreme_proportions_are_refused_with_a_remedy(tmp_path: Path):
-    told = r"cannot be prepared for mistral3 \(5000 x 1 pixels\): .*[^.]\. Send it with other proportions$"
+@pytest.mark.parametrize(
+    ("folder", "size"), [(PIXTRAL, (5000, 1)), (LFM_2, (50_000, 1)), (KIMI, (1, 9000)), (GLM, (1, 300))]
+)
+def test_extreme_proportions_are_refused_with_a_remedy(tmp_path: Path, folder: VisionFolder, size: tuple[int, int]):
+    told = rf"cannot be prepared for \w+ \({size[0]} x {size[1]} pixels\): .*[^.]\. Send it with other proportions$"
     with pytest.raises(UnreadableImageError, match=told):
-        load(PIXTRAL, tmp_path).prepare(encoded(picture(size=(5000, 1))))
+        load(folder, tmp_path).prepare(encoded(picture(size=size)))
+
+
+def test_every_family_takes_images_of_one_pixel_and_thin_ones(tmp_path: Path):
+    for name, folder in FOLDERS.items():
+        (tmp_path / name).mkdir()
+        model = load(folder, tmp_path / name)
+        for size in [(1, 1), (60, 1), (1, 60)]:
+            found = model.prepare(encoded(picture(size=size)))
+            assert 0 < found.num_tokens <= 300, (name, size)
+            assert all(np.isfinite(piece.inputs["pixel_values"]).all() for piece in found.pieces)
