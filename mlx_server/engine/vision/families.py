@@ -121,14 +121,16 @@ def _lfm_2_processor(folder: Path, config: Mapping[str, Any]) -> Any:
 
 def _intern_vl_processor(folder: Path, config: Mapping[str, Any]) -> Any:
     """That of the converted models. The original ones have code of their own, and name its settings in config.json."""
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    side, settings = _tile_side(config), _needed_settings(folder)
+    side, settings = _tile_side(config), _settings(folder)
     return GotOcr2ImageProcessorPil(
         size={"height": side, "width": side},
         min_patches=config.get("min_dynamic_patch", settings.get("min_patches", 1)),
         max_patches=config.get("max_dynamic_patch", settings.get("max_patches", 12)),
-        **{name: settings[name] for name in ("image_mean", "image_std") if name in settings},
+        image_mean=settings.get("image_mean", IMAGENET_DEFAULT_MEAN),
+        image_std=settings.get("image_std", IMAGENET_DEFAULT_STD),
     )
 
 
@@ -315,6 +317,11 @@ def _max_soft_pixels(settings: _Arrays, config: Mapping[str, Any]) -> int:
     return int(settings.get("max_soft_tokens", 280) * side**2)
 
 
+def _max_limited_pixels(settings: _Arrays, config: Mapping[str, Any]) -> int:
+    """Sides are padded to whole squares of patches, which is most for thin images."""
+    return int(settings.get("in_token_limit", 4096) * settings.get("patch_size", 14) ** 2 * 5 // 4)
+
+
 def _max_view_pixels(settings: _Arrays, config: Mapping[str, Any]) -> int:
     side = settings.get("encoder_patch_size", 16) * settings.get("downsample_factor", 2)
     return int(max(settings.get("tile_size", 512) ** 2, settings.get("max_image_tokens", 256) * side**2))
@@ -373,6 +380,7 @@ FAMILIES: Mapping[str, Family] = {
         around=("<|media_start|>image<|media_content|>", "<|media_end|>"),
         options=lambda model, max_pixels: {"max_pixels": max_pixels},
         load_processor=_KimiProcessor,
+        most_pixels=_max_limited_pixels,
     ),
     "lfm2_vl": _LFM_2,
     "lfm2-vl": _LFM_2,

@@ -36,7 +36,7 @@ class SeeingModel:
     """
 
     def __init__(self, config: Mapping[str, Any], tokenizer: Tokenizer, processor: Any) -> None:
-        """`config` is the whole config.json; `processor` is an image processor of transformers."""
+        """`config` is the whole config.json; `processor` is one of its family's."""
         self.config = config
         self.tokenizer = tokenizer
         self.processor = processor

@@ -197,11 +197,10 @@ class _Family:
 
 IMAGE_FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-        _Family(_by_grid, _placeholders_by_grid),
-    ),
-    **dict.fromkeys(
-        ("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "dots_ocr", "kimi_vl"),
+        (
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+            *("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "dots_ocr", "kimi_vl"),
+        ),
         _Family(_by_grid, _placeholders_by_grid),
     ),
     "gemma3": _Family(_by_square, _placeholders_by_square),
@@ -247,9 +246,7 @@ def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
     family = IMAGE_FAMILIES.get(model.model_type)
     if family is None:
         fault = not_served(model.model_type)
-    elif any(
-        is_adapted(part) for path, part in model.named_modules() if path and not path.startswith("language_model")
-    ):
+    elif any(is_adapted(part) for part in _encoder_parts(model)):
         fault = "one of its adapters changes the vision encoder, and all requests share the encoder's results"
     else:
         fault = _difference(model, runner, vocab_size, family)
