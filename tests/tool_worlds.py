@@ -10,14 +10,22 @@ LLAMA_TEMPLATE = (
     'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
 )
 
+TEMPLATES = {
+    "llama3_json": LLAMA_TEMPLATE,
+    "seed_oss": "<seed:tool_call>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "deepseek_dsml": "<｜DSML｜function_calls>",
+}
+"""By which models are known whose format mlx-lm does not know."""
+
 
 def parser_named(name: str) -> ToolParser:
     """The parser of a format that mlx-lm knows, or of one of ours."""
     tokenizer = make_tokenizer(
         special=("<|channel|>", "<|call|>") if name == "harmony" else (),
-        chat_template=LLAMA_TEMPLATE if name == "llama3_json" else None,
+        chat_template=TEMPLATES.get(name),
     ).hf
-    if name not in ("harmony", "llama3_json"):
+    if name != "harmony" and name not in TEMPLATES:
         tokenizer.init_kwargs["tool_parser_type"] = name
     parser = find_tool_parser(tokenizer)
     assert parser is not None

@@ -44,6 +44,7 @@ from mlx_server.engine.text.template_repairs import (
     one_system_message,
     reasoning_in_text,
     short_ids,
+    system_for_tools,
     system_in_user,
     text_before_calls,
     thoughts_once,
@@ -196,6 +197,7 @@ _TRIALS = (
     _Trial([_message("developer", "developer-1"), _QUESTION], developer_as_system),
     _Trial([_SYSTEM, _message("system", "system-2"), _QUESTION], one_system_message),
     _Trial([_QUESTION, _ANSWER, _SYSTEM, _FOLLOW_UP], late_system_as_user, (late_system_as_user, merge_neighbours)),
+    _Trial([_QUESTION], system_for_tools, tools_as_text, tools=_TOOLS),
     _Trial([_SYSTEM, _QUESTION], tools_as_text, tools=_TOOLS),
     _Trial(
         [*_CALLED, _ANSWER, _FOLLOW_UP],

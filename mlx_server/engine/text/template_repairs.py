@@ -55,6 +55,12 @@ def developer_as_system(chat: list[Message]) -> Iterable[Message]:
     return ({**message, "role": "system"} if message["role"] == "developer" else message for message in chat)
 
 
+def system_for_tools(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    """Begins with a system message, for templates that show the tools in that (DeepSeek V3.2's in Python)."""
+    is_missing = tools and chat[0]["role"] != "system"
+    return [{"role": "system", "content": ""}, *chat] if is_missing else chat, tools
+
+
 _EXPLANATION = """You can call functions. To call one, write this and nothing else:
 {call}
 The result will be given to you. These are the functions, one JSON object a line:
@@ -295,6 +301,7 @@ def _run(numbered: tuple[int, Message]) -> tuple[str, int]:
 _IN_ORDER = (
     named_results,
     developer_as_system,
+    system_for_tools,
     tools_as_text,
     calls_as_text,
     history_as_text,

@@ -22,7 +22,7 @@ TAG_SAFE = re.compile(r"[^\s<>\"'=:|]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Each argument is between `before`, with `{key}` and `{type}` filled in, and `after`.
+    """Each argument is between `before`, with `{key}` and `{type}` or `{is_text}` filled in, and `after`.
 
     Texts have no quotes, and are data to the last space; if `before` ends in a line break, there is another one after
     the text. With `has_cdata`, texts that XML cannot hold are in a CDATA section. Values that may be anything are read
@@ -37,11 +37,12 @@ class Parameter:
     @property
     def is_typed(self) -> bool:
         """Whether the type of the value is written, too."""
-        return "{type}" in self.before
+        return "{type}" in self.before or "{is_text}" in self.before
 
     def begin(self, key: str, kind: str) -> str:
         """`before` for a value of JSON's type `kind`."""
-        return self.before.format(key=key, type="number" if kind == "integer" else kind)
+        is_text = "true" if kind == "string" else "false"
+        return self.before.format(key=key, type="number" if kind == "integer" else kind, is_text=is_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,9 @@ class ToolFormat:
 
     @property
     def read_parameter(self) -> Parameter | None:
-        """`parameter` if its values are read by the function's schema; None if the model writes their types."""
-        return None if self.parameter is None or self.parameter.is_typed else self.parameter
+        """`parameter` if its arguments are streamed; None if calls are numbered (Kimi K3), which mlx-lm's parser
+        reads."""
+        return self.parameter if self.number is None else None
 
 
 _JSON_TAGS = ToolFormat(
@@ -170,6 +172,20 @@ FORMATS = {
         parameter=Parameter(before='<parameter name="{key}">', after="</parameter>\n"),
         fails_when_cut=True,
     ),
+    "seed_oss": ToolFormat(
+        before="\n<function={name}>\n",
+        after="</function>\n",
+        separator="\n",
+        parameter=Parameter(before="<parameter={key}>", after="</parameter>\n"),
+    ),
+    "deepseek_dsml": ToolFormat(
+        before='\n<｜DSML｜invoke name="{name}">\n',
+        after="</｜DSML｜invoke>\n",
+        parameter=Parameter(
+            before='<｜DSML｜parameter name="{key}" string="{is_text}">', after="</｜DSML｜parameter>\n"
+        ),
+        around=("", ""),
+    ),
     "muse_spark": ToolFormat(
         before='\n<atem:invoke name="{name}">\n',
         after="</atem:invoke>\n",
@@ -191,6 +207,16 @@ FORMATS = {
         ),
         tail=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
         special=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    "deepseek_v31": ToolFormat(
+        before="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        after="<｜tool▁call▁end｜>",
+        around=("", ""),
+        head=re.compile(
+            r"\s*(?:<｜tool▁call▁end｜>\s*)?<｜tool▁call▁begin｜>\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*(?=\{)"
+        ),
+        tail=re.compile(r"\s*(?:<｜tool▁call▁end｜>)?\s*"),
+        special=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     ),
     "kimi_k3": ToolFormat(
         before='<|open|>call tool="{name}" index="',

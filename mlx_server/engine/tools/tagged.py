@@ -65,8 +65,7 @@ class TaggedCallReader:
                 if opening is None:
                     return
                 self._key, self._at = opening["key"], opening.end()
-                types = self._all_types.of(self.name, self._key)
-                self._types = ValueTypes(self._parameter.untyped) if types.kinds == ALL_KINDS else types
+                self._types = self._types_of(self.name, self._key, opening.groupdict().get("is_text"))
             closing = self._closing(body)
             end = body.find(closing, max(self._at, self._searched))
             if self._types.kinds == TEXT and not self._parameter.has_cdata:
@@ -76,6 +75,12 @@ class TaggedCallReader:
                 return
             yield self._close(self._key, body, end)
             self._key, self._shown, self._at = None, None, end + len(closing)
+
+    def _types_of(self, name: str, key: str, is_text: str | None) -> ValueTypes:
+        if is_text is not None:
+            return ValueTypes(TEXT if is_text == "true" else ALL_KINDS - TEXT)
+        types = self._all_types.of(name, key)
+        return ValueTypes(self._parameter.untyped) if types.kinds == ALL_KINDS else types
 
     def _closing(self, body: str) -> str:
         closing = self._parameter.after.strip()
@@ -122,7 +127,7 @@ class TaggedCallReader:
 _CDATA = re.compile(r"\s*<!\[CDATA\[")
 
 
-_FIELDS = {"name": r'[^\s<>"]+', "key": r'[^\s<>"](?:[^<>"\n]{0,255}[^\s<>"])?'}
+_FIELDS = {"name": r'[^\s<>"]+', "key": r'[^\s<>"](?:[^<>"\n]{0,255}[^\s<>"])?', "is_text": "true|false"}
 
 
 def _pattern(template: str) -> str:

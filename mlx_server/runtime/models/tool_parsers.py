@@ -41,6 +41,14 @@ own end of a call also ends its output, so no grammar can write it; this one end
 _LLAMA = ToolParser("llama3_json", '{"name":', "", _no_call)
 """The format of Llama 3, for which mlx-lm has no parser: the whole answer is a JSON object, without markers."""
 
+_SEED = ToolParser("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _no_call)
+_DEEPSEEK_V31 = ToolParser("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _no_call)
+_DSML = {
+    word: ToolParser("deepseek_dsml", f"<｜DSML｜{word}>", f"</｜DSML｜{word}>", _no_call)
+    for word in ("function_calls", "tool_calls")
+}
+"""The format of DeepSeek V3.2, and that of V4."""
+
 _LLAMA_ASKS_FOR = '{"name": function name, "parameters": dictionary of argument name and its value}'
 
 
@@ -70,8 +78,17 @@ def _as_gemma4(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
 def _unknown_to_mlx_lm(tokenizer: Any) -> ToolParser | None:
     if {"<|channel|>", "<|call|>"} <= tokenizer.get_vocab().keys():
         return _HARMONY
-    template = tokenizer.chat_template
-    return _LLAMA if isinstance(template, str) and _LLAMA_ASKS_FOR in template else None
+    if tokenizer.init_kwargs.get("chat_template_type") == "deepseek_v32":
+        return _DSML["function_calls"]
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    if "｜DSML｜" in template:
+        return next((parser for word, parser in _DSML.items() if f"{word}>" in template), None)
+    shown = {
+        _SEED: _SEED.start in template,
+        _DEEPSEEK_V31: _DEEPSEEK_V31.start in template and "```json" not in template,  # unlike R1's
+        _LLAMA: _LLAMA_ASKS_FOR in template,
+    }
+    return next((parser for parser, is_shown in shown.items() if is_shown), None)
 
 
 def _refusing_guesses(parse: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,8 +144,8 @@ def test_every_chat_is_written_whole(name: str) -> None:
 
 
 def test_every_chat_is_written_whole_by_a_template_in_python() -> None:
-    """That of DeepSeek V3.2 shows tools in a system message only, takes arguments as text, drops developers' messages,
-    and asks for calls in a format that is not read."""
+    """That of DeepSeek V3.2 shows tools in a system message only, takes arguments as text, and drops developers'
+    messages."""
     tokenizer = make_tokenizer(special=("<think>", "</think>"), chat_template=None)
     tokenizer.hf.init_kwargs["chat_template_type"] = "deepseek_v32"
     chat = ChatFormatter(tokenizer, find_chat_renderer(tokenizer.hf))
@@ -158,7 +158,12 @@ def test_every_chat_is_written_whole_by_a_template_in_python() -> None:
         lost = [text for text in [*texts_of(messages), *(["look_at"] if tools else [])] if text not in prompt.text]
         assert not lost, f"{what}: {lost} not in {prompt.text}"
         assert prompt.opens_reasoning is thinks
-        assert not tools or "DSML" not in prompt.text
+        assert not tools or prompt.text.startswith(
+            ("\n\n## Tools", "Rule one\n\n## Tools"), len("<｜begin▁of▁sentence｜>")
+        )
+        assert prompt.text.count('<｜DSML｜invoke name="look_at">') == sum(
+            len(m.get("tool_calls", ())) for m in messages
+        )
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *ELSEWHERE])
@@ -312,8 +317,8 @@ PYTHONIC = NAMES.replace("written(c)", "written_in_python(c)").replace(
 )
 """Texts in quotes as they are, as LFM2.5's."""
 
-OWN = NAMES.replace("written(c)", "'<seed:call>' ~ (c.function | tojson) ~ '</seed:call>'")
-"""Calls in a format that the server does not read, as Seed-OSS's."""
+OWN = NAMES.replace("written(c)", "'<own:call>' ~ (c.function | tojson) ~ '</own:call>'")
+"""Calls in a format that the server does not read."""
 
 NO_CALLS = """{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}{{ tools | tojson if tools }}"""
 """With tools and results, but without calls, as LFM2's."""
@@ -330,7 +335,7 @@ def test_calls_in_the_history_are_written_as_the_model_s_calls_are_read() -> Non
     tagged = '<tool_call>{"name": "look_at", "arguments": {"place": "north"}}</tool_call>'
     assert tagged in formatter(QUOTES).format(CALLED, [TOOL]).text
     asked_for = formatter(OWN).format(CALLED, [TOOL]).text
-    assert "<seed:call>" not in asked_for
+    assert "<own:call>" not in asked_for
     assert "write this and nothing else:\n<tool_call>" in asked_for
     assert '<tool_call>\n{"name": "look_at", "arguments": {"place": "north"}}\n</tool_call>' in asked_for
     marks = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -377,6 +382,7 @@ def test_tools_that_a_template_cannot_write_are_described_in_words() -> None:
 
 READ = (
     *("GLM-4.6", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
+    *("ByteDance-Seed-OSS", "deepseek-ai-DeepSeek-V3.2", "deepseek-ai-DeepSeek-V4"),
     *("Qwen-Qwen3-0.6B", "Qwen3-Coder", "Qwen3.5-4B", "ibm-granite-granite-4.1", "openai-gpt-oss-120b"),
     *("google-gemma-4-31B-it", "unsloth-functiongemma-270m-it", "meta-llama-Llama-3.1-8B-Instruct"),
     *("moonshotai-Kimi-K2-Instruct", "trl-internal-testing-tiny-Llama4ForCausalLM"),
@@ -414,7 +420,7 @@ def test_kimi_s_calls_are_named_by_their_ids(name: str) -> None:
     assert prompt.index("functions.look_at:1", prompt.index("south")) < prompt.index("Seen south")
 
 
-@pytest.mark.parametrize("name", ["Apertus-8B-Instruct", "ByteDance-Seed-OSS", "deepseek-ai-DeepSeek-V3.2"])
+@pytest.mark.parametrize("name", ["Apertus-8B-Instruct", "nvidia-NVIDIA-Nemotron-Nano-12B-v2"])
 def test_templates_that_ask_for_calls_that_nobody_reads_are_not_given_the_tools(name: str) -> None:
     assert fit.tools_as_text in formatter(template_of(name))._fit(template_of(name)).repairs
 

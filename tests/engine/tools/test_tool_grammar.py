@@ -94,6 +94,7 @@ ENDINGS = (
     "<escape>",
     '<|"|>',
     "<|close|>argument<|sep|>",
+    "</｜DSML｜parameter>\n",
 )
 """Of texts, in all formats."""
 
@@ -105,6 +106,13 @@ KIMI_K2 = (
     "<|tool_calls_section_end|>",
 )
 XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|start|>")
 CALL_WORLD = make_tokenizer(
     added=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -117,6 +125,8 @@ WORLDS = {
     "pythonic": make_tokenizer(special=("<|tool_call_start|>", "<|tool_call_end|>")),
     "kimi_k2": make_tokenizer(special=KIMI_K2),
     "kimi_k3": make_tokenizer(special=XTML),
+    "deepseek_v31": make_tokenizer(special=DEEPSEEK),
+    "deepseek_dsml": make_tokenizer(special=("｜DSML｜",)),
     "harmony": make_tokenizer(special=HARMONY),
 }
 WORLDS["harmony"].eos_token_ids = frozenset([WORLDS["harmony"].added_tokens["<|call|>"]])  # the other ends messages
@@ -130,6 +140,9 @@ FORMATS = (
     "laguna",
     "minimax_m2",
     "minicpm5",
+    "seed_oss",
+    "deepseek_v31",
+    "deepseek_dsml",
     "longcat",
     "kimi_k2",
     "kimi_k3",

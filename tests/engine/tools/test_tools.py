@@ -310,6 +310,25 @@ FORMATS = [
         [WEATHER],
     ),
     (
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
+        [WEATHER],
+    ),
+    (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [WEATHER, ("f", {})],
+    ),
+    (  # the tag says what is a text
+        "deepseek_dsml",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[5, {"a": true}]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [("get_weather", {"city": "5", "days": [5, {"a": True}]}), ("f", {})],
+    ),
+    (
         "longcat",
         "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
         "<longcat_arg_value>Paris</longcat_arg_value>\n</longcat_tool_call>",
@@ -354,7 +373,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), FORMATS)
-def test_every_format_of_mlx_lm(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+def test_every_format(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
     parser = parser_named(name)
     assert parsed(text, parser) == ("", calls)
     assert parsed(f"I will look. {text}", parser) == ("I will look. ", calls)
