@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from text_worlds import make_tokenizer
 
 from mlx_server.runtime.models.tool_parsers import ToolParser, find_tool_parser
@@ -19,6 +21,7 @@ TEMPLATES = {
 """By which models are known whose format mlx-lm does not know."""
 
 
+@cache
 def parser_named(name: str) -> ToolParser:
     """The parser of a format that mlx-lm knows, or of one of ours."""
     tokenizer = make_tokenizer(
