@@ -56,6 +56,11 @@ HARMONY = ReasoningMarkers(
     answer_start="<|channel|>final<|message|>",
     dropped=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 )
+_COHERE = ReasoningMarkers(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
 _THINK = ReasoningMarkers("<think>", "</think>")
 _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
     # The markers, and the vocabulary entries that identify such a model, if these are not the markers.
@@ -65,6 +70,7 @@ _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
     (ReasoningMarkers("<seed:think>", "</seed:think>"), ()),
     (ReasoningMarkers("<mm:think>", "</mm:think>"), ()),
     (ReasoningMarkers("[THINK]", "[/THINK]"), ()),
+    (_COHERE, ()),
     (ReasoningMarkers("<|channel>thought", "<channel|>"), ("<|channel>", "<channel|>")),
     (_XTML, ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),
     (HARMONY, ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")),

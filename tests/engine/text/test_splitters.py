@@ -77,6 +77,20 @@ def test_text_comes_as_soon_as_it_is_known() -> None:
     assert splitter.finish() == ReasoningSplit()
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("word", ["RESPONSE", "TEXT"])
+def test_what_command_a_puts_around_its_answer_is_dropped(word: str, size: int) -> None:
+    tokenizer = make_tokenizer(added=("<|START_THINKING|>", "<|END_THINKING|>"))
+    splitter = new_splitter(find_dialect(tokenizer), None, is_open=True)
+    assert splitter is not None
+    text = f"Hm.<|END_THINKING|><|START_{word}|>Yes, <|b|>.<|END_{word}|>"
+    parts = [*(splitter.append(text[at : at + size]) for at in range(0, len(text), size)), splitter.finish()]
+    assert ["".join(part.reasoning for part in parts), "".join(part.content for part in parts)] == [
+        "Hm.",
+        "Yes, <|b|>.",
+    ]
+
+
 HARMONY = make_tokenizer(
     special=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"), chat_template=None
 )
