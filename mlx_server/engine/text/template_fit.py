@@ -103,6 +103,7 @@ class Joints:
 
 
 def find_joints(shows: Shows, dialect: Dialect, repairs: Repairs) -> Joints:
+    """The joints of a template that needs `repairs`, found in one rendering; empty where it writes something else."""
     called = {**_calls("answer-1", "place-1"), "reasoning_content": _THOUGHT}
     chat = [_QUESTION, called, _tool_result("1", "result-1")]
     text = shows(*adapt(chat, _TOOLS, repairs, dialect.tool_parser)) or ""
