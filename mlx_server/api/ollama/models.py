@@ -163,7 +163,7 @@ def _description(pool: ModelPool, offer: Offer, facts: ModelFacts | None) -> dic
         "details": _details(offer.parent, facts),
         "model_info": {}
         if facts is None
-        else dict(_model_info(facts, None if engine is None else engine.max_model_len)),
+        else dict(_model_info(offer.name, facts, None if engine is None else engine.max_model_len)),
         "capabilities": _capabilities(offer, facts, _is_seeing(pool, offer)),
         "modified_at": timestamp(0.0 if facts is None else facts.modified_s),
     }
@@ -175,10 +175,11 @@ def _parameters(sampling: SamplingParams) -> str:
     return "\n".join(f"{name:<30} {json.dumps(value)}" for name, value, usual in lines if value != usual)
 
 
-def _model_info(facts: ModelFacts, max_model_len: int | None) -> Iterator[tuple[str, Any]]:
+def _model_info(name: str, facts: ModelFacts, max_model_len: int | None) -> Iterator[tuple[str, Any]]:
     """Under GGUF's names. The context is the served one while the model is loaded, else the model's own."""
     family, config = facts.family, facts.config
     yield "general.architecture", family
+    yield "general.basename", name  # editors show it
     yield "general.parameter_count", facts.num_parameters
     yield f"{family}.context_length", max_model_len or facts.context_length
     for name, key in _INFO.items():

@@ -102,6 +102,7 @@ async def test_a_model_is_described_without_being_loaded(world: World, stored: P
         answer = await post(world, "/api/show", model=name)
         assert answer["model_info"] == {
             "general.architecture": "llama",
+            "general.basename": "pulled",
             "general.parameter_count": 64 + 16 + 6,
             "llama.context_length": 4096,
             "llama.embedding_length": 64,
