@@ -74,7 +74,7 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
         ({"messages": user("Hi"), "cache_salt": "a/b"}, "cache_salt"),
         ({"messages": user("Hi"), "cache_salt": "a" * 129}, "cache_salt"),
         ({"messages": user("Hi"), "request_id": "a\r\nb"}, "request_id"),
-        ({"messages": user("Hi"), "tools": []}, "tools"),
+        ({"messages": user("Hi"), "tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"messages": user("Hi"), "tools": [{"type": "function"}]}, "tools[0]"),
         ({"messages": user("Hi"), "tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
         ({"messages": user("Hi"), "tool_choice": "auto"}, "tool_choice"),

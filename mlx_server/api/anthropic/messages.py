@@ -50,6 +50,19 @@ _CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
             view_range=list_of({"type": "integer"}),
         ),
     ),
+    "memory": (
+        "Files below /memories that last from one conversation to the next. View /memories before you begin, and write "
+        "down what later conversations will need. view shows a file or folder; create writes file_text; str_replace "
+        "replaces old_str, which must stand once in the file, by new_str; insert puts insert_text after the line "
+        "insert_line; delete takes a path; rename takes old_path and new_path.",
+        members(
+            "command",
+            command={"enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
+            **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text", "old_path", "new_path"), STRING),
+            insert_line={"type": "integer"},
+            view_range=list_of({"type": "integer"}),
+        ),
+    ),
 }
 """Tools that the client runs and Anthropic's models know by their type: description and parameters for other models."""
 
@@ -83,13 +96,11 @@ class ToolChoice(BaseModel):
     name: str | None = None
     disable_parallel_tool_use: Bool | None = None
 
-    def as_openai(self, has_tools: bool) -> str | dict[str, Any] | None:
+    def as_openai(self) -> str | dict[str, Any] | None:
         if self.type == "tool":
             if self.name is None:
                 raise InvalidRequestError("tool_choice of type tool must have the name of a tool.", "tool_choice.name")
             return {"type": "function", "function": {"name": self.name}}
-        if self.type == "auto" and not has_tools:
-            return None
         return "required" if self.type == "any" else self.type
 
 
@@ -161,10 +172,10 @@ class CountTokensRequest(OneAnswerOfText):
         tools = [tool.as_openai(f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
         choice = self.tool_choice
         if choice is None:
-            use = tool_use(tools or None, None)
+            use = tool_use(tools, None)
         else:
             is_one = choice.disable_parallel_tool_use
-            use = tool_use(tools or None, choice.as_openai(bool(tools)), None if is_one is None else not is_one)
+            use = tool_use(tools, choice.as_openai(), None if is_one is None else not is_one)
         fields = {tool.name: f"tools[{index}].input_schema" for index, tool in enumerate(self.tools or ())}
         return replace(use, fields=fields)
 

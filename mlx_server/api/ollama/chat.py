@@ -58,7 +58,7 @@ class ChatRequest(OllamaFields):
         messages = _openai_messages(self.messages or ())
         last = messages[-1]
         continues = last.get("role") == "assistant" and not last.get("tool_calls")
-        return self.chat(messages, images, tool_use(self.tools or None, None), continues=continues)
+        return self.chat(messages, images, tool_use(self.tools, None), continues=continues)
 
     def sent_at(self, message: int, part: int) -> str:
         """Where the client sent a part of the messages that `call` makes."""

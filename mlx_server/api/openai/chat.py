@@ -90,13 +90,11 @@ def tool_use(
     form: str = '{"type": "function", "function": {"name": ...}}',
 ) -> ToolUse:
     """OpenAI's `tools` and `tool_choice`. `name_of` reads the function's name from a choice in the protocol's form;
-    errors show that `form`. Raises `InvalidRequestError` with the field's name."""
-    if tools is not None and not tools:
-        raise InvalidRequestError("tools is empty; leave it out or name at least one tool.", "tools")
+    errors show that `form`. An empty list is none. Raises `InvalidRequestError` with the field's name."""
     names = [_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     if choice is None or choice == "none":
         return ToolUse(tools=tools or (), mode="auto" if choice is None else "none", is_parallel=is_parallel)
-    if tools is None:
+    if tools is None or (not tools and choice != "auto"):
         raise InvalidRequestError("tool_choice needs tools.", "tool_choice")
     if choice == "auto":
         return ToolUse(tools=tools, is_parallel=is_parallel)

@@ -30,6 +30,13 @@ async def test_minus_one_is_no_limit_of_a_text(world: World):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+async def test_an_empty_list_of_tools_is_none(world: World, choice: str | None):
+    assert (await world.chat(tools=[], tool_choice=choice)).status_code == 200
+    await world.chat()
+    assert world.engine.requests[0].prompt_token_ids == world.engine.requests[1].prompt_token_ids
+
+
 @pytest.mark.parametrize("max_tokens", [1, 5])
 async def test_metrics_have_no_null(world: World, max_tokens: int):
     metrics = (await world.chat(max_tokens=max_tokens)).json()["metrics"]
@@ -52,6 +59,7 @@ async def test_errors_of_logit_bias_name_the_key(world: World, key: str):
 TOOLS = [
     ({"type": "bash_20250124", "name": "bash"}, "command"),
     ({"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}, "old_str"),
+    ({"type": "memory_20250818", "name": "memory"}, "new_path"),
 ]
 
 

@@ -21,7 +21,7 @@ from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.output import cached_tokens
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
-from mlx_server.api.openai.responses.request import ClientTool, ResponsesRequest
+from mlx_server.api.openai.responses.request import ClientTool, Reasoning, ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, StoredResponse
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
@@ -59,7 +59,8 @@ class ResponseWriter(Writer):
         self._body = self._first_body
         self._store = store
         self._input_items = input_items
-        self._items = OutputItems({tool.name: tool for tool in request.client_tools()})
+        reasoning = _SUMMARY if request.reasoning is not None and request.reasoning.summary else _REASONING
+        self._items = OutputItems({tool.name: tool for tool in request.client_tools()}, reasoning)
         self._numbers = itertools.count()
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> di
         "presence_penalty": sampling.presence_penalty,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "reasoning": (reasoning or Reasoning()).model_dump(),
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.store is not False,
@@ -202,15 +203,16 @@ class OutputItems:
     """Makes items, and their events, of what the model writes. One item is open at a time: output of another kind
     closes it."""
 
-    def __init__(self, tools: Mapping[str, ClientTool]) -> None:
-        """`tools` are the client's, by the names that the model knows."""
+    def __init__(self, tools: Mapping[str, ClientTool], reasoning: _TextKind) -> None:
+        """`tools` are the client's, by the names that the model knows; `reasoning` is the form of its reasoning."""
         self.done: list[dict[str, Any]] = []
         self._tools = tools
+        self._reasoning = reasoning
         self._open: _TextItem | _CallItem | None = None
 
     def append(self, event: OutputEvent) -> Iterator[Event]:
         if event.reasoning:
-            yield from self._grow(_REASONING, event.reasoning, partial(_TextItem, _REASONING))
+            yield from self._grow(self._reasoning, event.reasoning, partial(_TextItem, self._reasoning))
         for part in in_order(event):
             if isinstance(part, str):
                 yield from self._grow(_MESSAGE, part, partial(_TextItem, _MESSAGE))
@@ -247,7 +249,7 @@ class OutputItems:
         yield {"type": "response.output_item.done", "output_index": item.index, "item": body}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Kind:
     """Items of one kind: how their ids begin, the names of their events, and what each of these has beside the text."""
 
@@ -256,10 +258,39 @@ class _Kind:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-_REASONING = _Kind("rs", "response.reasoning_text")
-_MESSAGE = _Kind("msg", "response.output_text", {"logprobs": []})
-_CALL = _Kind("fc", "response.function_call_arguments")
-_CUSTOM_CALL = _Kind("ctc", "response.custom_tool_call_input")
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _TextKind(_Kind):
+    """Items with one part of text: how they begin, the part, the member that holds it, and the name of its events."""
+
+    head: Mapping[str, Any]
+    part: Mapping[str, Any]
+    place: str = "content"
+    part_events: str = "response.content_part"
+
+
+_MESSAGE = _TextKind(
+    prefix="msg",
+    events="response.output_text",
+    extra={"logprobs": []},
+    head={"type": "message", "role": "assistant"},
+    part={"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+)
+_REASONING = _TextKind(
+    prefix="rs",
+    events="response.reasoning_text",
+    head={"type": "reasoning", "summary": []},
+    part={"type": "reasoning_text", "text": ""},
+)
+_SUMMARY = _TextKind(
+    prefix="rs",
+    events="response.reasoning_summary_text",
+    head={"type": "reasoning"},
+    part={"type": "summary_text", "text": ""},
+    place="summary",
+    part_events="response.reasoning_summary_part",
+)
+_CALL = _Kind(prefix="fc", events="response.function_call_arguments")
+_CUSTOM_CALL = _Kind(prefix="ctc", events="response.custom_tool_call_input")
 
 
 class _Item:
@@ -281,26 +312,23 @@ class _Item:
 class _TextItem(_Item):
     """A message, or the reasoning before it: one part of text."""
 
-    def __init__(self, kind: _Kind, index: int) -> None:
+    def __init__(self, kind: _TextKind, index: int) -> None:
         super().__init__(kind, kind, index)
-        self._where["content_index"] = 0
-        self._head: dict[str, Any] = {"type": "message", "role": "assistant", "id": self._id}
-        self._part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        if kind is _REASONING:
-            self._head = {"type": "reasoning", "summary": [], "id": self._id}
-            self._part = {"type": "reasoning_text", "text": ""}
+        self._text_kind = kind
+        self._where[f"{kind.place}_index"] = 0
 
     def opening(self) -> Iterator[Event]:
-        yield {"type": "response.content_part.added", **self._where, "part": self._part}
+        yield {"type": f"{self._text_kind.part_events}.added", **self._where, "part": self._text_kind.part}
 
     def closing(self, body: dict[str, Any]) -> Iterator[Event]:
-        (part,) = body["content"]
+        (part,) = body[self._text_kind.place]
         yield {"type": f"{self._kind.events}.done", **self._where, "text": part["text"], **self._kind.extra}
-        yield {"type": "response.content_part.done", **self._where, "part": part}
+        yield {"type": f"{self._text_kind.part_events}.done", **self._where, "part": part}
 
     def body(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [{**self._part, "text": "".join(self._pieces)}]
-        return {**self._head, "status": status, "content": content}
+        kind = self._text_kind
+        parts = [] if status == "in_progress" else [{**kind.part, "text": "".join(self._pieces)}]
+        return {**kind.head, "id": self._id, "status": status, kind.place: parts}
 
 
 class _CallItem(_Item):

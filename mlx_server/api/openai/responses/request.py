@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -54,9 +54,10 @@ _TOOL_CHOICE = either(
 
 
 class Reasoning(BaseModel):
-    """How much to reason. There are no summaries: the reasoning itself is sent."""
+    """How much to reason, and where clients read it: with `summary`, the reasoning itself stands in that place."""
 
     effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextOptions(BaseModel):
@@ -141,8 +142,7 @@ class ResponsesRequest(OneAnswerOfText):
             raise InvalidRequestError(f"tools has {len(tools)} functions; the most is {MAX_TOOLS}.", "tools")
         _check_names(tools)
         functions = [tool.as_function() for tool in tools]
-        choice = None if not tools and self.tool_choice == "auto" else self.tool_choice
-        use = tool_use(functions or None, choice, self.parallel_tool_calls, _chosen_name, _CHOSEN)
+        use = tool_use(functions, self.tool_choice, self.parallel_tool_calls, _chosen_name, _CHOSEN)
         return replace(use, patterns=patterns, fields={tool.name: tool.schema_field for tool in tools})
 
     def client_tools(self) -> Iterator[ClientTool]:

@@ -103,6 +103,26 @@ async def test_reasoning_text_and_calls_are_items_in_order(world: World):
     assert [json.loads(item["arguments"])["city"] for item in output[2:]] == ["Rome", "Oslo"]
 
 
+async def test_reasoning_stands_in_the_summary_for_clients_that_ask_for_one(world: World):
+    world.engine.script = say("<think>Hmm.</think>Well.")
+    stream = await events(world, reasoning={"summary": "auto"})
+    summary = [
+        line.replace("output_text", "reasoning_summary_text").replace("content_part", "reasoning_summary_part")
+        for line in TEXT
+    ]
+    text = [line.replace("0", "1") for line in TEXT]
+    assert outline(stream) == ["created", "in_progress", *summary, *text, "completed"]
+    deltas = [event["delta"] for event in stream if event["type"] == "response.reasoning_summary_text.delta"]
+    assert "".join(deltas) == "Hmm."
+    last = stream[-1]["response"]
+    reasoning = last["output"][0]
+    assert reasoning["summary"] == [{"type": "summary_text", "text": "Hmm."}]
+    assert "content" not in reasoning, "clients that show both would show it twice"
+    assert last["reasoning"]["summary"] == "auto"
+    whole = (await world.http.post("/v1/responses", json={"input": "Hi", "reasoning": {"summary": "auto"}})).json()
+    assert whole["output"][0]["summary"] == reasoning["summary"]
+
+
 async def test_a_stream_joins_to_the_same_response(world: World):
     world.engine.script = say("<think>Hmm.</think>Well." + CALL)
     whole = await world.openai.responses.create(model="fake", input="Hi", tools=[WEATHER])
