@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
@@ -128,22 +129,40 @@ def run_ps(args: argparse.Namespace) -> int:
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument(
+        "--adapter", metavar="NAME=FOLDER", help="an adapter to load, from a folder of the server's machine or a hub id"
+    )
+    parser.add_argument("--replace", action="store_true", help="replace an adapter of that name")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the model's name or alias, as clients use it")
     add_remote_flags(parser)
 
 
 def run_load(args: argparse.Namespace) -> int:
-    """Loads a model in a running server, and waits until it is ready.
+    """Loads a model in a running server, and waits until it is ready; with --adapter, an adapter of it, too.
 
-    example:
+    examples:
       mlx-serve models load coder
+      mlx-serve models load coder --adapter terse=adapters/terse
+      mlx-serve models load coder --adapter terse=owner/name --replace
     """
+    if args.adapter is not None:
+        name, separator, place = args.adapter.partition("=")
+        if not separator:
+            raise ServeError(f"--adapter is {args.adapter}; write NAME=FOLDER, or NAME=OWNER/NAME for one of the hub.")
+        here = Path(place).expanduser()
+        body = {"lora_path": str(here.absolute()) if here.exists() else place, "load_inplace": args.replace}
+        return _adapter_changed(args.url, "load", {"lora_name": f"{args.model}:{name}", **body})
     print(_ask(args.url, "POST", "/admin/models/load", {"model": args.model}))
     return 0
 
 
 def add_unload(parser: argparse.ArgumentParser) -> None:
-    add_load(parser)
+    _add_model(parser)
+    parser.add_argument("--adapter", metavar="NAME", help="unload this adapter of the model, and not the model")
     parser.add_argument("--drain-timeout-s", type=float, help="longest wait for open requests; default: the server's")
 
 
@@ -153,9 +172,18 @@ def run_unload(args: argparse.Namespace) -> int:
     examples:
       mlx-serve models unload coder
       mlx-serve models unload coder --drain-timeout-s 0
+      mlx-serve models unload coder --adapter terse
     """
+    if args.adapter is not None:
+        return _adapter_changed(args.url, "unload", {"lora_name": f"{args.model}:{args.adapter}"})
     body = {"model": args.model, "drain_timeout_s": args.drain_timeout_s}
     print(_ask(args.url, "POST", "/admin/models/unload", body))
+    return 0
+
+
+def _adapter_changed(url: str, verb: str, body: dict[str, Any]) -> int:
+    with contextlib.closing(RemoteServer(url)) as server:
+        print(server.text(f"/v1/{verb}_lora_adapter", body))
     return 0
 
 

@@ -67,6 +67,12 @@ class RemoteServer:
         with self._answer(method, path, body) as response:
             return self._found(response, response.read(), read)
 
+    def text(self, path: str, body: dict[str, Any]) -> str:
+        """The answer to a POST, as text."""
+        with self._answer("POST", path, body) as response:
+            response.read()
+            return response.text
+
     def model_cards(self) -> dict[str, dict[str, Any]]:
         """The models that the server lists, by id, the default one first; at least one."""
         cards: dict[str, dict[str, Any]] = self.request("GET", "/v1/models", read=_cards)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -12,7 +11,7 @@ from mlx_server.config import ModelConfig
 from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.engine.parts import EngineParts
 from mlx_server.engine.pieces import in_pieces
-from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError
+from mlx_server.errors import InsufficientMemoryError, OverloadedError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.request import Request, RequestStatus
@@ -115,10 +114,12 @@ class LiveAdapters:
             rows = self._parts.loaded.adapters
             if key in self._keys.values() or key not in rows.keys or self._is_used(key):
                 return
-            with contextlib.suppress(EngineDeadError):
+            try:
                 # Launched after all steps that still have a request with the adapter.
                 await self._parts.executor.submit(SchedulerOutput(-1, ()))
                 removal = remove_adapter(self._parts.loaded.model, rows, key)
                 num_bytes = await in_pieces(self._thread, lambda part: None, removal)
                 self._parts.share.part(MemoryNeed(num_bytes, 0, 0))
                 logger.info("An adapter of %s was freed, %.0f MiB", self._settings.name, num_bytes / 2**20)
+            except Exception as error:  # the engine or the thread has died, which is logged
+                logger.warning("An adapter of %s was not freed: %s", self._settings.name, error)

@@ -12,7 +12,7 @@ from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.prefixes.model_on_disk import fingerprint
 from mlx_server.errors import DownloadError, ModelLoadError, ModelNotFoundError
 from mlx_server.model_entries import Adapter
-from mlx_server.runtime.layers.adapter_files import merged_adapter
+from mlx_server.runtime.layers.adapter_files import ADAPTER_FILES, check_files, merged_adapter
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
@@ -47,8 +47,9 @@ def find_content(adapter: Adapter) -> Adapter:
     its content is nobody else's, and a later adapter of its name has another key. Reads the files, so that loading them
     does not wait for the disk. Any thread. Raises `ModelLoadError` or `DownloadError`."""
     found = find_adapter(adapter)
+    check_files(found)
     try:
-        return found._replace(key=fingerprint(found.path))
+        return found._replace(key=fingerprint(found.path, patterns=ADAPTER_FILES))
     except OSError as error:
         raise ModelLoadError(f"The adapter {adapter.folder} cannot be read: {error}.") from error
 

@@ -44,6 +44,8 @@ class PoolAdapters:
         base, _, own = name.rpartition(":")
         model = self._pool.find(base)
         adapter = _parsed(name, own, place)
+        if (other := self._pool.look_up(f"{model.name}:{own}")) is not None and other.adapter != own:
+            raise InvalidRequestError(f"The name {other.name} is a model's: give the adapter another.", "lora_name")
         async with self._turns[model.name]:
             _check(model.spec, own, in_place=in_place)
             try:

@@ -79,7 +79,7 @@ async def world(site: Site, tmp_path: Path) -> AsyncIterator[TwoModels]:
     paths["two"] = write_adapter(folder, tmp_path / "two", rank=2, num_layers=1, seed=2)
     own = {"max_model_len": 512, "num_kv_blocks": 32}
     config = Config(
-        models=tuple(ModelEntry(id=name, model=str(folder), overrides=own) for name in ("small", "other")),
+        models=tuple(ModelEntry(id=name, model=str(folder), overrides=own) for name in ("small", "other", "small:big")),
         cache=CacheConfig(num_kv_blocks=32),
         pool=PoolConfig(),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
@@ -182,6 +182,7 @@ async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels
             "The adapter b: Cannot fetch owner/b from the hub, and it is",
         ),
         ({"lora_name": "nobody:b", "lora_path": "/x"}, 404, "The model `nobody` does not exist"),
+        ({"lora_name": "big", "lora_path": "BASE"}, 400, "The name small:big is a model's: give the adapter another."),
         ({"lora_name": "b", "lora_path": "BASE"}, 400, "The adapter BASE has no adapter_config.json and no adapters."),
     ],
 )

@@ -159,6 +159,32 @@ def test_a_server_of_another_kind_is_said_to_be_one(monkeypatch: pytest.MonkeyPa
     assert "is it an mlx-serve server?" in capsys.readouterr().err
 
 
+def test_adapters_of_a_servers_models_are_loaded_and_unloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, text="Success")
+
+    monkeypatch.setattr(models, "RemoteServer", lambda url: RemoteServer(url, transport=httpx.MockTransport(answer)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "terse").mkdir()
+    assert main(["models", "load", "coder", "--adapter", "terse=terse"]) == 0
+    assert main(["models", "load", "coder", "--adapter", "terse=owner/name", "--replace"]) == 0
+    assert main(["models", "unload", "coder", "--adapter", "terse"]) == 0
+    name = {"lora_name": "coder:terse"}
+    assert asked == [
+        ("/v1/load_lora_adapter", {**name, "lora_path": str(tmp_path / "terse"), "load_inplace": False}),
+        ("/v1/load_lora_adapter", {**name, "lora_path": "owner/name", "load_inplace": True}),
+        ("/v1/unload_lora_adapter", name),
+    ]
+    assert capsys.readouterr().out == "Success\n" * 3
+    assert main(["models", "load", "coder", "--adapter", "terse"]) == 1
+    assert "--adapter is terse; write NAME=FOLDER" in capsys.readouterr().err
+
+
 def test_a_servers_models_are_loaded_and_unloaded(server: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main(["models", "load", "coder"]) == 0
     assert main(["models", "unload", "coder", "--drain-timeout-s", "0"]) == 0

@@ -127,7 +127,7 @@ async def test_they_join_and_leave_a_model_that_answers_as_mlx_lm_does(
         }
         await unload(engine, "late")
         await unload(engine, "third")
-        assert share.need == need
+        await until(lambda: share.need == need)
         assert kinds(engine) == plain
         assert (await answers(engine, [None]))[None] == expected[None]
 

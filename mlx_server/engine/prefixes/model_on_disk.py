@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -172,9 +172,9 @@ def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> list[str]:
     return [fingerprint(part, disk.files) for part in (folder, *(() if merged is None else (merged.path,)))]
 
 
-def fingerprint(folder: Path, files: Files | None = None) -> str:
-    """A digest of the names and contents of a model's or adapter's weights, configuration and code; not of their place.
-    Equal for equal files only.
+def fingerprint(folder: Path, files: Files | None = None, patterns: Sequence[str] = _WEIGHTS_AND_CODE) -> str:
+    """A digest of the names and contents of a model's or adapter's files that match `patterns`, by default its weights,
+    configuration and code; not of their place. Equal for equal files only.
 
     All files are read once, at an SSD's speed, or from the page cache if they fit in it beside the loaded model. The
     digest of a file is remembered in `files`, if given, by its path, size, time and inode. Any thread; raises
@@ -183,7 +183,7 @@ def fingerprint(folder: Path, files: Files | None = None) -> str:
     known = {} if files is None else _remembered(files)
     digest = xxhash.xxh3_128()
     seen: dict[str, str] = {}
-    for path in sorted({path for pattern in _WEIGHTS_AND_CODE for path in matching(folder, pattern)}):
+    for path in sorted({path for pattern in patterns for path in matching(folder, pattern)}):
         stat = path.stat()
         key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
         seen[key] = known.get(key) or _content_digest(path)

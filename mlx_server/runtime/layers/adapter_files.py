@@ -22,17 +22,21 @@ ADAPTER_FILES = (SETTINGS_FILE, WEIGHTS_FILE, PEFT_WEIGHTS)
 """The files of an adapter: all that is fetched of one on the hub."""
 
 
-def apply_adapter(model: Any, adapter: Adapter) -> None:
-    """Applies an adapter to `model` for all rows. Its weights are lazy until they are evaluated. Raises
-    `ModelLoadError` if the folder has no adapter, or one for another model."""
-    folder = adapter.path
-    weights = _weights_file(adapter)
-    missing = [name for name in (SETTINGS_FILE, weights) if not (folder / name).is_file()]
+def check_files(adapter: Adapter) -> None:
+    """Raises `ModelLoadError` if the folder has no adapter."""
+    missing = [name for name in (SETTINGS_FILE, _weights_file(adapter)) if not (adapter.path / name).is_file()]
     if missing:
         raise ModelLoadError(
             f"The adapter {adapter.folder} has no {' and no '.join(missing)}; it must be a folder that mlx_lm.lora has "
             f"written, or PEFT, with {PEFT_WEIGHTS}, or the hub's id of one."
         )
+
+
+def apply_adapter(model: Any, adapter: Adapter) -> None:
+    """Applies an adapter to `model` for all rows. Its weights are lazy until they are evaluated. Raises
+    `ModelLoadError` if the folder has no adapter, or one for another model."""
+    check_files(adapter)
+    folder, weights = adapter.path, _weights_file(adapter)
     try:
         if weights == PEFT_WEIGHTS:
             apply_peft(model, adapter)

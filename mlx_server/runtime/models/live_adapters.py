@@ -86,7 +86,7 @@ def plain_copy(model: nn.Module) -> Any:
     copies: dict[int, nn.Module] = {}
 
     def copied(value: Any) -> Any:
-        if isinstance(value, list | tuple):
+        if type(value) in (list, tuple):
             return type(value)(map(copied, value))
         if isinstance(value, AdaptedLayer | AdaptedExperts | AdaptedExpertLinear):
             inner = {AdaptedExperts: "experts", AdaptedExpertLinear: "linear"}

@@ -99,7 +99,7 @@ async def test_reads_and_writes_wake_the_scheduler_on_its_own_thread(tmp_path: P
         records = ModelRecords(disk, Space(bytes(16), "m", 1000))
         woken: list[threading.Thread] = []
         is_woken = asyncio.Event()
-        model = ModelOnDisk(disk, records, "key", {})
+        model = ModelOnDisk(disk, records, "key")
         model.on_change(lambda: (woken.append(threading.current_thread()), is_woken.set()))  # type: ignore[arg-type,func-returns-value]
         await asyncio.to_thread(records.notify)
         await asyncio.wait_for(is_woken.wait(), 10)
@@ -114,7 +114,7 @@ def test_nobody_is_woken_after_the_end_of_the_loop(tmp_path: Path) -> None:
     records = ModelRecords(disk, Space(bytes(16), "m", 1000))
 
     async def join() -> None:
-        ModelOnDisk(disk, records, "key", {}).on_change(lambda: pytest.fail("woken"))
+        ModelOnDisk(disk, records, "key").on_change(lambda: pytest.fail("woken"))
 
     try:
         asyncio.run(join())
