@@ -264,6 +264,56 @@ def _aider(target: Target, folder: str) -> Setup:
     )
 
 
+def _qwen(target: Target, folder: str) -> Setup:
+    """The system's settings take precedence over the user's own."""
+    model: dict[str, Any] = {"name": target.model}
+    if target.max_model_len is not None:
+        model["generationConfig"] = {"contextWindowSize": target.max_model_len}
+    settings = {"security": {"auth": {"selectedType": "openai"}}, "model": model}
+    return Setup(
+        {
+            "OPENAI_BASE_URL": f"{target.url}/v1",
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_MODEL": target.model,
+            "QWEN_CODE_SYSTEM_SETTINGS_PATH": f"{folder}/settings.json",
+        },
+        {"settings.json": _json(settings)},
+        ("--auth-type", "openai"),
+    )
+
+
+def _copilot(target: Target, folder: str) -> Setup:
+    provider: dict[str, str | None] = {
+        "BASE_URL": f"{target.url}/v1",
+        "TYPE": "openai",
+        "WIRE_API": "completions",
+        "API_KEY": target.key,
+        # These would take precedence over the key and the model.
+        **dict.fromkeys(("API_KEY_COMMAND", "BEARER_TOKEN", "MODEL_ID", "WIRE_MODEL")),
+    }
+    if target.max_model_len is not None:
+        num_output = _output_limit(target.max_model_len)
+        provider["MAX_OUTPUT_TOKENS"] = str(num_output)
+        provider["MAX_PROMPT_TOKENS"] = str(max(target.max_model_len - num_output, 1))
+    named = {f"COPILOT_PROVIDER_{name}": value for name, value in provider.items()}
+    return Setup({**named, "COPILOT_MODEL": target.model})
+
+
+def _pi(target: Target, folder: str) -> Setup:
+    model: dict[str, Any] = {"id": target.model, "name": target.model, "reasoning": False, "input": ["text"]}
+    model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
+    if target.max_model_len is not None:
+        model |= {"contextWindow": target.max_model_len, "maxTokens": _output_limit(target.max_model_len)}
+    provider = _json({"baseUrl": f"{target.url}/v1", "api": "openai-completions", "models": [model]}).strip()
+    key = f"apiKey: process.env.{_LAUNCH_KEY_VARIABLE}"
+    extension = f'export default (pi) => pi.registerProvider("mlx-serve", {{ ...{provider}, {key} }});\n'
+    return Setup(
+        {_LAUNCH_KEY_VARIABLE: target.key},
+        {"provider.js": extension},
+        ("--extension", f"{folder}/provider.js", "--provider", "mlx-serve", "--model", target.model),
+    )
+
+
 def _output_limit(max_model_len: int) -> int:
     """The part of the context that clients reserve for an answer."""
     return min(max(max_model_len // 4, _MIN_OUTPUT), max_model_len)
@@ -278,5 +328,8 @@ CLIENTS: Mapping[str, Client] = {
     "codex": Client("npm install -g @openai/codex", _codex),
     "opencode": Client("npm install -g opencode-ai", _opencode, 5_000),
     "aider": Client("uv tool install aider-chat", _aider),
+    "qwen": Client("npm install -g @qwen-code/qwen-code", _qwen, 19_000),
+    "copilot": Client("npm install -g @github/copilot", _copilot, 12_000),
+    "pi": Client("npm install -g @earendil-works/pi-coding-agent", _pi, 2_000),
 }
 """By the programs that start them, which are their names in `mlx-serve launch`."""

@@ -107,6 +107,8 @@ def test_claude_gets_all_that_the_page_says(machine: Machine, monkeypatch: pytes
         ("opencode", 16_384, ""),
         ("opencode", 8192, "have about 5000. Use a model with a longer context."),
         ("codex", 8192, ""),
+        ("copilot", 16_384, "have about 12000. Use a model with a longer context."),
+        ("pi", 12_288, ""),
         ("claude", None, ""),
     ],
 )
@@ -180,6 +182,45 @@ def test_aider_gets_options_and_what_the_model_is(machine: Machine, monkeypatch:
     assert json.loads(text)["openai/first"]["max_input_tokens"] == 32768
     assert seen["environment"]["OPENAI_API_KEY"] == "secret"
     assert "secret" not in str(arguments)
+
+
+def test_qwen_gets_settings_that_take_precedence(machine: Machine):
+    _, seen = machine.launch("qwen", "--", "-p", "Hi")
+    environment = seen["environment"]
+    assert (environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]) == (f"{machine.server.url}/v1", "unused")
+    settings = json.loads(seen["files"][environment["QWEN_CODE_SYSTEM_SETTINGS_PATH"]])
+    assert settings["model"] == {"name": "first", "generationConfig": {"contextWindowSize": 32768}}
+    assert seen["arguments"] == ["--auth-type", "openai", "-p", "Hi"]
+
+
+def test_copilot_gets_a_provider_in_its_environment(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COPILOT_PROVIDER_BEARER_TOKEN", "the user's own")
+    _, seen = machine.launch("copilot")
+    environment = seen["environment"]
+    assert (environment["COPILOT_PROVIDER_BASE_URL"], environment["COPILOT_MODEL"]) == (
+        f"{machine.server.url}/v1",
+        "first",
+    )
+    assert "COPILOT_PROVIDER_BEARER_TOKEN" not in environment, "it would take precedence over the key"
+    limits = [environment[f"COPILOT_PROVIDER_MAX_{kind}_TOKENS"] for kind in ("PROMPT", "OUTPUT")]
+    assert limits == ["24576", "8192"]
+    assert (
+        "COPILOT_PROVIDER_MAX_PROMPT_TOKENS" not in machine.launch("copilot", "--model", "second/one")[1]["environment"]
+    ), "the model is not loaded"
+
+
+def test_pi_gets_an_extension_that_reads_the_key(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    _, seen = machine.launch("pi", "--model", "second/one", "--", "-p", "Hi")
+    option, path, *rest = seen["arguments"]
+    assert (option, rest) == ("--extension", ["--provider", "mlx-serve", "--model", "second/one", "-p", "Hi"])
+    text = seen["files"][path]
+    body, key = text.split("...")[1].rsplit(", apiKey: process.env.", 1)
+    provider = json.loads(body)
+    assert provider["baseUrl"] == f"{machine.server.url}/v1"
+    assert [model["id"] for model in provider["models"]] == ["second/one"]
+    assert seen["environment"][key.split()[0]] == "secret"
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize("client", CLIENTS)
