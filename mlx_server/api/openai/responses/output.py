@@ -312,21 +312,22 @@ class _Item:
 class _TextItem(_Item):
     """A message, or the reasoning before it: one part of text."""
 
+    _kind: _TextKind
+
     def __init__(self, kind: _TextKind, index: int) -> None:
         super().__init__(kind, kind, index)
-        self._text_kind = kind
         self._where[f"{kind.place}_index"] = 0
 
     def opening(self) -> Iterator[Event]:
-        yield {"type": f"{self._text_kind.part_events}.added", **self._where, "part": self._text_kind.part}
+        yield {"type": f"{self._kind.part_events}.added", **self._where, "part": self._kind.part}
 
     def closing(self, body: dict[str, Any]) -> Iterator[Event]:
-        (part,) = body[self._text_kind.place]
+        (part,) = body[self._kind.place]
         yield {"type": f"{self._kind.events}.done", **self._where, "text": part["text"], **self._kind.extra}
-        yield {"type": f"{self._text_kind.part_events}.done", **self._where, "part": part}
+        yield {"type": f"{self._kind.part_events}.done", **self._where, "part": part}
 
     def body(self, status: str) -> dict[str, Any]:
-        kind = self._text_kind
+        kind = self._kind
         parts = [] if status == "in_progress" else [{**kind.part, "text": "".join(self._pieces)}]
         return {**kind.head, "id": self._id, "status": status, kind.place: parts}
 
