@@ -21,6 +21,7 @@ from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.attention.regroup import Level, Scope, possible_levels
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.layers import model_failure
+from mlx_server.runtime.checks.choices import CHOICE_TOLERANCES, Choice, find_choices, with_few
 from mlx_server.runtime.layers.adapters import NONE, AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.vision import ImageRows
@@ -84,34 +85,60 @@ class TrialRequests:
 
 class Probe:
     """A few prompts and plain mlx-lm's logits for them, which a runner must reproduce: without adapters, and then in
-    batches with two adapters and one request without, until each adapter has been in a batch. MLX thread.
+    batches with two adapters and one request without, until each adapter has been in a batch; then once more, without
+    adapters, with few tokens to choose for layers that choose among more than the prompts have. MLX thread.
 
     Make it before the runner: the model must be as mlx-lm built it, apart from `adapters`. Other models' steps may run
     at each yield.
     """
 
     def __init__(
-        self, model_type: str, sequences: list[list[int]], expected: dict[tuple[int, ...], list[mx.array]]
+        self,
+        model_type: str,
+        sequences: list[list[int]],
+        expected: dict[tuple[int, ...], list[mx.array]],
+        choices: Sequence[Choice] = (),
     ) -> None:
-        """`expected` has plain mlx-lm's logits of all sequences for each choice of their adapters."""
+        """`expected` has plain mlx-lm's logits of all sequences for each choice of their adapters, while the layers of
+        `choices` have few tokens to choose."""
         self._model_type = model_type
         self._sequences = sequences
         self._expected = expected
+        self._choices = choices
+        self._with_few: Probe | None = None
 
     @classmethod
     def in_pieces(cls, model: Any, vocab_size: int, adapters: AdapterRows) -> Generator[float, None, Probe]:
         """Raises `ModelLoadError` if the model fails in mlx-lm itself, or if its logits are NaN or not `vocab_size`
         wide."""
-        rng = np.random.default_rng(0)
-        sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
         num_adapters = len(adapters.keys)
         batches = [(NONE,) * len(_PROMPTS)]
         batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
+        probe = yield from cls._of(model, vocab_size, adapters, _PROMPTS, batches, ())
+        if choices := find_choices(model, max(_PROMPTS)):
+            longest = max([_PROMPTS[0], *[choice.num_tokens + 9 for choice in choices]])
+            lengths = (longest, 2, longest - 7)
+            probe._with_few = yield from cls._of(model, vocab_size, adapters, lengths, batches[:1], choices)
+        return probe
+
+    @classmethod
+    def _of(
+        cls,
+        model: Any,
+        vocab_size: int,
+        adapters: AdapterRows,
+        lengths: Sequence[int],
+        batches: Sequence[tuple[int, ...]],
+        choices: Sequence[Choice],
+    ) -> Generator[float, None, Probe]:
+        rng = np.random.default_rng(0)
+        sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in lengths]
         plain: dict[tuple[int, int], mx.array] = {}
         for index, sequence in enumerate(sequences):
             for owner in dict.fromkeys(owners[index] for owners in batches):
                 try:
-                    plain[index, owner] = _plain_logits(model, sequence, adapters, owner)
+                    with with_few(choices):
+                        plain[index, owner] = _plain_logits(model, sequence, adapters, owner)
                 except ModelLoadError:
                     raise
                 except Exception as error:  # model code, and MLX below it
@@ -121,7 +148,7 @@ class Probe:
         if width != vocab_size:
             raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {vocab_size}.")
         expected = {owners: [plain[place] for place in enumerate(owners)] for owners in batches}
-        return cls(getattr(model, "model_type", type(model).__name__), sequences, expected)
+        return cls(getattr(model, "model_type", type(model).__name__), sequences, expected, choices)
 
     def find_level(self, runner: ModelRunner) -> Generator[float, None, None]:
         """Runs mixed steps of prompt chunks and decodes at one level after another, at each level first with the head
@@ -150,16 +177,18 @@ class Probe:
             return f"{type(error).__name__}: {error}"
         finally:
             runner.cache.release()
-        tolerance = TOLERANCES[next(iter(self._expected.values()))[0].dtype]
+        dtype = next(iter(self._expected.values()))[0].dtype
+        tolerance = (CHOICE_TOLERANCES if self._choices else TOLERANCES)[dtype]
         if not worst <= tolerance:
-            return f"its logits differ by {worst:.1e} of the largest, more than {tolerance:g}"
-        return None
+            where = " where its layers choose the tokens that they attend to" if self._choices else ""
+            return f"its logits differ by {worst:.1e} of the largest, more than {tolerance:g}{where}"
+        return None if self._with_few is None else (yield from self._with_few.difference(runner))
 
     def _error(self, runner: ModelRunner) -> Generator[float, None, float]:
         """The largest difference of logits relative to the largest logit."""
         errors = []
         for owners, expected in self._expected.items():
-            got = yield from _ragged_logits(runner, self._sequences, owners)
+            got = yield from _ragged_logits(runner, self._sequences, owners, self._choices)
             if got[0].shape != expected[0].shape:
                 raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {expected[0].shape[-1]}")
             errors += [relative_error(ours, theirs) for ours, theirs in zip(got, expected, strict=True)]
@@ -217,7 +246,7 @@ def _to_host(array: mx.array) -> npt.NDArray[np.float32]:
 
 
 def _ragged_logits(
-    runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...]
+    runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...], choices: Sequence[Choice]
 ) -> Generator[float, None, list[mx.array]]:
     """The same logits from three steps: the long prompt's first chunk with the other prompts; its rest with the others'
     decodes; its decode. `owners` are the sequences' adapters. The second step marks its chunk as one with drafts, so
@@ -229,7 +258,8 @@ def _ragged_logits(
 
     def run(*chunks: ScheduledChunk, rows: Sequence[int]) -> mx.array:
         row_owners = np.repeat([owner_of[chunk.request_id] for chunk in chunks], [chunk.num_tokens for chunk in chunks])
-        return trial.run(chunks, rows, row_owners)
+        with with_few(choices):  # not while other steps run: they may be of the same layers
+            return trial.run(chunks, rows, row_owners)
 
     chunk = trial.chunk
     long, short, middle = (len(sequence) - 1 for sequence in sequences)

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.checks.choices import find_choices, with_few
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.random_models import build_random
@@ -300,6 +301,32 @@ def test_answers_in_a_crowd_are_mlx_vlms_own(model_type: str) -> None:
     caches = vlm_module("models.cache").make_prompt_cache(plain.language_model)
     wanted = plain.language_model(ids, cache=caches).logits
     assert mx.allclose(model(ids, cache=model.make_cache()), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "limit"),
+    [
+        ("glm5_next", "index_topk", 64),
+        ("hy_v4", "index_topk", 64),
+        ("minimax_m3", "sparse_topk_blocks", 16),
+        ("qwen4_exp", "indexer_budget", 64),
+    ],
+)
+def test_layers_that_choose_far_behind_the_check_at_load_are_checked_there(
+    model_type: str, name: str, limit: int
+) -> None:
+    def changed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: limit if key == name else changed(inner) for key, inner in value.items()}
+
+    subject = Subject(model_type, changed(SERVED[model_type]))
+    model, ids = subject.model, mx.array([list(range(7, 48))])
+    whole = model(ids, cache=model.make_cache())
+    with with_few(find_choices(model, 42)):
+        assert not mx.allclose(model(ids, cache=model.make_cache()), whole, atol=1e-2)
+    with subject.make_llm() as llm:
+        assert llm.info.level in ("ragged", "recurrent mixers", "mixers")
 
 
 def test_a_prompt_of_two_tokens_writes_nothing_beside_its_arrays() -> None:
