@@ -17,6 +17,9 @@ from tests.tiny_models import ARCHITECTURES
 
 pytestmark = on_the_cpu
 
+_ALSO = {name: [] if name in ("gemma3_text", "qwen3_moe") else [pytest.mark.full] for name in ARCHITECTURES}
+"""Windows and experts by default; more only in long sweeps."""
+
 
 def _params(rng: random.Random, seed: int) -> SamplingParams:
     """One of the ways to sample, with log-probabilities."""
@@ -49,7 +52,11 @@ def _alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
 
 @pytest.mark.parametrize(
     ("architecture", "count", "settings"),
-    [("qwen3", 40, {}), ("qwen3", 9, {"kv_bits": "8"}), *((name, 9, {}) for name in ARCHITECTURES if name != "qwen3")],
+    [
+        ("qwen3", 20, {}),
+        ("qwen3", 9, {"kv_bits": "8"}),
+        *(pytest.param(name, 9, {}, marks=_ALSO[name]) for name in ARCHITECTURES if name != "qwen3"),
+    ],
 )
 def test_every_request_has_the_bits_that_it_has_alone(architecture: str, count: int, settings: dict[str, str]) -> None:
     prompts, params = _requests(count, seed=1)
@@ -87,7 +94,7 @@ def test_a_model_that_cannot_keep_it_is_refused() -> None:
         make_llm("llama", attention_backend="reference", batch_invariant=True)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [pytest.param(name, marks=_ALSO[name]) for name in ARCHITECTURES])
 def test_drafts_change_no_bit(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of tokens nor of log-probabilities, whether the drafts are right or wrong, alone or beside others."""
     prompts, params = _requests(6, seed=3)

@@ -6,29 +6,37 @@ Float32 throughout. The tiny models' logits are far enough apart that float orde
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
-from tests.engine_worlds import BACKENDS, NATIVE_BACKEND, answers, make_llm, plain_greedy, random_prompts
+from tests.engine_worlds import BACKENDS, answers, make_llm, plain_greedy, random_prompts
 from tests.tiny_models import ARCHITECTURES, SLIDING_WINDOW
 
 LENGTHS = (3, 31, 32, 33, 70, 150, 1, 64, 45)
 MAX_TOKENS = (40, 3, 17, 1, 25, 9, 33, 12, 5)
 
-IN_BOTH_MODES = pytest.mark.parametrize(
-    ("backend", "async_scheduling"),
-    [
-        *((backend, True) for backend in BACKENDS),
-        (NATIVE_BACKEND, False),
-        pytest.param("reference", False, marks=pytest.mark.full),
-    ],
-)
-"""With the reference backend, one mode is enough by default: the scheduler does not know the backend."""
 
-pytestmark = pytest.mark.parametrize("architecture", ARCHITECTURES)
+def worlds(*kinds: tuple[object, ...]) -> list[ParameterSet]:
+    """All architectures and backends with each of `kinds`. By default the reference backend has one architecture, with
+    windows, and the first kind: the scheduler does not know the backend."""
+
+    def is_default(architecture: str, backend: str, kind: tuple[object, ...]) -> bool:
+        return backend != "reference" or (architecture, kind) == ("gemma3_text", kinds[0])
+
+    return [
+        pytest.param(*world, *kind, marks=[] if is_default(*world, kind) else [pytest.mark.full])
+        for world in product(ARCHITECTURES, BACKENDS)
+        for kind in kinds
+    ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+IN_ALL = pytest.mark.parametrize(("architecture", "backend"), worlds(()))
+IN_BOTH_MODES = pytest.mark.parametrize(("architecture", "backend", "async_scheduling"), worlds((True,), (False,)))
+
+
+@IN_ALL
 def test_alone(architecture: str, backend: str) -> None:
     prompts = random_prompts((50, 2 * SLIDING_WINDOW + 5))
     wanted = plain_greedy(architecture, prompts, (30, 30))
@@ -53,8 +61,8 @@ def test_members_join_and_leave_at_different_steps(architecture: str, backend: s
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(512, marks=pytest.mark.full)])
+@IN_ALL
 def test_prompts_cut_into_chunks(architecture: str, backend: str, chunk: int) -> None:
     prompts = random_prompts((70, 33, 20))
     wanted = plain_greedy(architecture, prompts, (8, 8, 8))
@@ -63,7 +71,7 @@ def test_prompts_cut_into_chunks(architecture: str, backend: str, chunk: int) ->
         assert llm.stats().num_prompt_tokens_computed == 70 + 33 + 20
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@IN_ALL
 def test_prefix_hits(architecture: str, backend: str) -> None:
     head = random_prompts((100,))[0]
     prompts = [head + tail for tail in random_prompts((1, 20, 40), seed=1)]

@@ -60,7 +60,14 @@ def check_peak(model: str, num_elements: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [model for model in CONFIGS if model != HYBRID])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[] if model in ("llama-3-8b", "gemma-4-e2b") else [pytest.mark.full])
+        for model in CONFIGS
+        if model != HYBRID
+    ],
+)
 def test_temporaries_take_no_more_than_is_booked(model: str) -> None:
     check_peak(model, 96)
 
@@ -155,7 +162,13 @@ def test_a_decode_step_is_a_few_command_buffers(model: str, num_elements: int) -
     assert step.lead >= lead
 
 
-@pytest.mark.parametrize(("model", "num_elements"), DECODE_BUFFERS)
+@pytest.mark.parametrize(
+    ("model", "num_elements"),
+    [
+        pytest.param(*place, marks=[] if place[0] in ("llama-3-8b", "gemma-4-e2b") else [pytest.mark.full])
+        for place in DECODE_BUFFERS
+    ],
+)
 def test_a_decode_step_over_small_pools_is_a_few_command_buffers(model: str, num_elements: int) -> None:
     most, lead = DECODE_BUFFERS[model, num_elements]
     step = run(model, "decode", num_elements).steps[-1]
@@ -179,7 +192,7 @@ STEP_COSTS = {"llama-3-8b": (601, 441), "qwen3-30b-a3b": (1833, 1177), "gemma-3-
 """Dispatches and barriers of a whole decode step."""
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.full), "mixed"])
 @pytest.mark.parametrize(("model", "few", "more"), LAYER_COSTS)
 def test_a_layer_takes_no_more_dispatches_and_barriers(model: str, few: int, more: int, kind: str) -> None:
     steps = [
@@ -191,7 +204,9 @@ def test_a_layer_takes_no_more_dispatches_and_barriers(model: str, few: int, mor
     assert (steps[1].num_barriers - steps[0].num_barriers) / (more - few) <= barriers
 
 
-@pytest.mark.parametrize("model", STEP_COSTS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=[] if model == "llama-3-8b" else [pytest.mark.full]) for model in STEP_COSTS]
+)
 def test_a_step_takes_no_more_dispatches_and_barriers(model: str) -> None:
     step = replay(record(config_of(model), KINDS["decode"], num_steps=2), UNBOUNDED).steps[-1]
     assert (step.num_dispatches, step.num_barriers) <= STEP_COSTS[model]

@@ -34,7 +34,6 @@ from tests.architectures import config_of
 from tests.conformance import Subject
 from tests.device_memory import active_bytes, held_bytes
 from tests.engine_worlds import (
-    BACKENDS,
     NATIVE_BACKEND,
     built,
     greedy,
@@ -48,6 +47,10 @@ from tests.tiny_models import describe_model_folder
 
 MIB = 2**20
 NUM_REQUESTS = 60
+
+IN_BOTH_BACKENDS = pytest.mark.parametrize(
+    "backend", [pytest.param("reference", marks=pytest.mark.full), NATIVE_BACKEND]
+)
 
 
 class Machine:
@@ -126,7 +129,7 @@ async def serve_all(engine: AsyncEngine) -> list[list[int]]:
     return await asyncio.gather(*map(one, churn()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@IN_BOTH_BACKENDS
 async def test_a_pool_that_grows_and_shrinks_under_load_gives_the_same_tokens(thread, backend):
     machine = Machine()
     async with engine_with(make_share(machine), thread, backend, num_kv_blocks=400) as engine:
@@ -284,7 +287,7 @@ async def test_recurrent_state_leaves_others_what_they_hold(thread):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@IN_BOTH_BACKENDS
 async def test_unloading_gives_weights_and_pool_back(thread, backend):
     """The native pool lies outside MLX's memory, so the process is asked, too."""
     process = psutil.Process()

@@ -183,8 +183,18 @@ def crowd_alone(architecture: str) -> tuple[Subject, list[Reference]]:
     return subject, subject.wanted(*CROWD)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("architecture", WINDOWED)
+@pytest.mark.parametrize(
+    ("architecture", "backend"),
+    [
+        pytest.param(
+            architecture,
+            backend,
+            marks=[pytest.mark.full] if backend == "reference" and architecture != "gemma4_text" else [],
+        )
+        for architecture in WINDOWED
+        for backend in BACKENDS
+    ],
+)
 def test_answers_beyond_the_window_are_those_given_alone(architecture: str, backend: str) -> None:
     """Chunks, joins, preemptions, and prompts again, in a pool that is too small for all of them."""
     (subject, wanted), (prompts, max_tokens) = crowd_alone(architecture), CROWD
@@ -198,7 +208,9 @@ def test_answers_beyond_the_window_are_those_given_alone(architecture: str, back
     assert max(worst_error(first, wanted), worst_error(again, wanted[:2])) < TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "recurrent_gemma", "gemma4_text"])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param("gemma3_text", marks=pytest.mark.full), "recurrent_gemma", "gemma4_text"]
+)
 def test_pools_that_grow_and_are_cut_keep_what_windows_see(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fifth step begins with a cut by all that is idle, which moves blocks."""
     monkeypatch.setattr(memory, "_FIRST_BLOCKS", 2)
@@ -300,7 +312,9 @@ def answer_long(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     return prompt, list(completion.token_ids)
 
 
-@pytest.mark.parametrize("architecture", LONG)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.full] if name != "gpt_oss" else []) for name in LONG]
+)
 def test_windows_of_a_long_prompt_hold_a_window_and_a_chunk(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_long(long(architecture), monkeypatch)
 

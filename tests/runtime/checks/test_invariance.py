@@ -65,6 +65,7 @@ def test_steps_of_metal_kernels_give_a_request_the_same_bits_in_any_batch(
 ) -> None:
     """In chunks, among others and alone; without --batch-invariant they do not."""
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    monkeypatch.setattr("mlx_server.runtime.checks.invariance._LENGTHS", {"long": 60, "short": 20})
     exhaust(check_invariance(_metal_runner(bits, exact=True), 96))
     with pytest.raises(ModelLoadError, match="bits depend on the batch with the metal attention backend"):
         exhaust(check_invariance(_metal_runner(bits, exact=False), 96))

@@ -110,8 +110,9 @@ def test_a_pipeline_that_allows_fewer_threads_gets_fewer(
 
 @pytest.mark.slow
 def test_by_row_a_wrong_shared_kernel_does_not_matter_and_a_wrong_decode_kernel_is_refused(
-    load: Load, caplog: pytest.LogCaptureFixture
+    load: Load, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mlx_server.runtime.checks.invariance._LENGTHS", {"long": 60, "short": 20})
     check(load(emulated({"paged_shared": (WRONG_SUMS,)}), batch_invariant=True), caplog, READS_ONCE_A_ROW)
     with pytest.raises(ModelLoadError, match="attention of this model gathers its rows"):
         load(emulated({"paged_decode": (WRONG_SUMS,)}), batch_invariant=True)

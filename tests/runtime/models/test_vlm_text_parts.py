@@ -70,6 +70,7 @@ _LONG_ROPE = {
 }
 """Other factors beyond 32 tokens."""
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _TOWER = {
     "model_type": "siglip_vision_model",
     "hidden_size": 32,
@@ -209,9 +210,28 @@ SERVED = {
         },
     ),
     "mistral_large3": _around("mistral_large3", _text("mistral_large3", **_MLA), model_type="pixtral"),
-    "molmo2": _around("molmo2", _text("molmo2_text")),
+    "molmo2": _around(
+        "molmo2",
+        _text("molmo2_text"),
+        vit_config={**_SMALL, "head_dim": 16},
+        adapter_config={**_SMALL, "head_dim": 16, "text_hidden_size": 64, "vit_layers": [-1, -1]},
+    ),
     "phi3_v": _text("phi3_v", **_LONG_ROPE),
-    "phi4mm": _text("phi4mm", **_LONG_ROPE),
+    "phi4mm": {
+        **_text("phi4mm", **_LONG_ROPE),
+        "vision_config": _SMALL,
+        "audio_processor": {
+            "config": {
+                "attention_dim": 32,
+                "attention_heads": 2,
+                "num_blocks": 1,
+                "linear_units": 32,
+                "ext_pw_out_channel": 32,
+                "depthwise_seperable_out_channel": 32,
+                "conv_channels": 32,
+            }
+        },
+    },
     "qwen3_5_moe_text": _text("qwen3_5_moe_text", **_LINEAR, **_EXPERTS, shared_expert_intermediate_size=32),
     "qwen3_5_text": _text("qwen3_5_text", **_LINEAR),
     "qwen4_exp": _around(
