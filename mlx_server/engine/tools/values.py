@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import chain
 from typing import Any
 
 from mlx_server.engine.grammar.schema import referenced
@@ -17,6 +18,7 @@ from mlx_server.engine.grammar.schema import referenced
 TEXT = frozenset(("string",))
 STRUCTURES = frozenset(("string", "null", "array", "object"))
 ALL_KINDS = STRUCTURES | {"boolean", "integer", "number"}
+_MAX_DEPTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +269,16 @@ _READERS: tuple[Callable[[str], Any], ...] = (lambda text: json.loads(text, stri
 
 
 def json_text(value: Any) -> str:
-    """The value as JSON. Raises `ValueError` for what JSON can spell but not write again (`1e999`, half of a surrogate
-    pair)."""
+    """The value as JSON. Raises `ValueError` for what JSON can spell but not write again, or clients cannot send back:
+    `1e999`, half of a surrogate pair, or more than `_MAX_DEPTH` levels."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
+    level, depth = [value], 0
+    while level:
+        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        level, depth = list(chain.from_iterable(inner)), depth + 1
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"more than {_MAX_DEPTH} levels deep")
     return text
 
 

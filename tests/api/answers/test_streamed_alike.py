@@ -218,12 +218,15 @@ async def test_ollama_s_clients_see_no_call_that_was_cut_off(world: World, token
 
 
 @pytest.mark.parametrize("protocol", ["messages", "ollama"])
-@pytest.mark.parametrize("arguments", ['{"a": "b', '{"a": 1e999}', '{"a": NaN}', '{"a": "\\ud83d"}'])
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "b', '{"a": 1e999}', '{"a": NaN}', '{"a": "\\ud83d"}', f'{{"a": {"[" * 300}{"]" * 300}}}']
+)
 async def test_arguments_that_no_object_can_hold_are_not_lost(world: World, protocol: str, arguments: str):
     """The model has not finished them, or no JSON can be made of their values."""
     world.engine.script = say(f'<tool_call>\n{{"name": "f", "arguments": {arguments}')
     path, body, *_ = PROTOCOLS[protocol]
-    answer = (await world.http.post(path, json={**body, "model": "fake", "max_tokens": 300, "stream": False})).json()
+    world.engine.max_model_len = 1000
+    answer = (await world.http.post(path, json={**body, "model": "fake", "max_tokens": 700, "stream": False})).json()
     if protocol == "messages":
         assert (answer["content"][0]["input"], answer["stop_reason"]) == ({"invalid_json": arguments}, "tool_use")
     else:
