@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.loading import find_content
 from mlx_server.engine.memory.need import MemoryNeed, adapter_bytes
-from mlx_server.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError, UnknownModelError
+from mlx_server.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    ModelNotFoundError,
+    OverloadedError,
+    UnknownModelError,
+)
 from mlx_server.model_entries import Adapter, hub_id, parse_adapters
 from mlx_server.pool.catalog import Catalog, ModelSpec
 from mlx_server.pool.pooled_model import PooledModel
@@ -53,6 +59,8 @@ class PoolAdapters:
                 num_bytes = await asyncio.to_thread(adapter_bytes, found, model.spec.config.model)
                 with await self._pool.acquire(model.name) as engine:
                     await self._room.make_at_once(model, MemoryNeed(num_bytes, 0, 0))
+                    if not model.is_ready:
+                        raise OverloadedError(f"The model {model.name} was unloaded; load the adapter again.", 5.0)
                     await engine.adapters.load(found, num_bytes)
                     others = [other for other in model.spec.config.model.adapters if other.name != own]
                     self._change(model, [*others, adapter])
