@@ -19,7 +19,7 @@ _BLOCK_LIMITS = {
 """By the attribute of a layer that says how many blocks it chooses: those with a block's tokens, and with the blocks
 that it always takes."""
 
-_FEW_TOKENS = 16
+_FEW_TOKENS, _MOST_TOKENS = 16, 640
 
 CHOICE_TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.3, mx.bfloat16: 0.3}
 """Largest accepted difference of logits relative to the largest, with few to choose. In half precision, rounding swaps
@@ -40,12 +40,17 @@ class Choice:
 
 
 def find_choices(model: Any, num_seen: int) -> list[Choice]:
-    """The layers of a model that attend to all of `num_seen` tokens, but not to all of many."""
+    """The layers of a model that attend to all of `num_seen` tokens, but not to all of many. Layers that take more than
+    `_MOST_TOKENS` to show it are left out."""
     modules = model.modules()
     helpers = [vars(module)["indexer"] for module in modules if "indexer" in vars(module)]  # which are no modules
     choices = [choice for layer in (*modules, *helpers) if (choice := _choice(layer)) is not None]
     return [
-        choice for choice in choices if choice.reach >= num_seen and getattr(choice.layer, choice.name) > choice.few
+        choice
+        for choice in choices
+        if choice.reach >= num_seen
+        and choice.num_tokens <= _MOST_TOKENS
+        and getattr(choice.layer, choice.name) > choice.few
     ]
 
 
@@ -54,9 +59,10 @@ def _choice(layer: Any) -> Choice | None:
         few = max(_FEW_TOKENS, getattr(layer, "index_kpool", 1))  # tokens are chosen by pools of so many
         return Choice(layer, "index_topk", few, 2 * few, layer.index_topk)
     for name, (size, *always) in _BLOCK_LIMITS.items():
-        if isinstance(most := getattr(layer, name, None), int):
-            few, size = 1 + sum(getattr(layer, each, 0) for each in always), getattr(layer, size)
-            return Choice(layer, name, few, (few + 1) * size, most * size)
+        most, num_tokens = getattr(layer, name, None), getattr(layer, size, None)
+        if isinstance(most, int) and isinstance(num_tokens, int):
+            few = 1 + sum(getattr(layer, each, None) or 0 for each in always)
+            return Choice(layer, name, few, (few + 1) * num_tokens, most * num_tokens)
     return None
 
 

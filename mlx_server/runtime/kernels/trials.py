@@ -78,6 +78,7 @@ def median_times_in_pieces(
     for repeat in range(num_repeats):
         for offset in range(len(candidates)):
             index = (repeat + offset) % len(candidates)
+            mx.synchronize()  # what other models gave the device meanwhile takes none of the candidate's time
             start_s = clock()
             candidates[index]()
             times[index].append(clock() - start_s)

@@ -27,7 +27,7 @@ from mlx_server.runtime.kernels.gpu.product_choice import (
     stored_times,
 )
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape, form_product
-from mlx_server.runtime.kernels.trials import exhaust
+from mlx_server.runtime.kernels.trials import exhaust, median_times_in_pieces
 from mlx_server.runtime.layers import fixed_rows
 from mlx_server.runtime.layers.fixed_rows import FixedRows
 from mlx_server.runtime.layers.products import own_product
@@ -355,6 +355,19 @@ def test_a_measurement_chains_layers_until_caches_are_cold(monkeypatch: pytest.M
     assert [rows for _, rows in kernels.launches] == [rows for rows in ROW_COUNTS for _ in range(3 * turns)]
     pieces = measure_products(SHAPE, layers, candidates, ROW_COUNTS)
     assert len(list(pieces)) == len(ROW_COUNTS) * len(candidates) * turns, "others' steps run after each chain"
+
+
+def test_a_run_is_timed_when_the_device_has_done_what_others_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps are launched between two runs."""
+    events: list[str] = []
+
+    def clock() -> float:
+        events.append("clock")
+        return 0.0
+
+    monkeypatch.setattr(mx, "synchronize", lambda: events.append("wait"))
+    exhaust(median_times_in_pieces([lambda: events.append("run")], 2, clock))
+    assert events[-8:] == ["wait", "clock", "run", "clock"] * 2
 
 
 @counts_calls
