@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -239,8 +239,9 @@ def not_served(model_type: Any) -> str:
     return f"images are served for models of type {', '.join(IMAGE_FAMILIES)}, and this one is of type {model_type}"
 
 
-def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
-    """The reason why images are not served; empty if they are. Releases the runner's pools. MLX thread."""
+def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> Generator[float, None, str]:
+    """Returns the reason why images are not served; empty if they are. Releases the runner's pools. MLX thread; yields
+    after each step."""
     if not isinstance(model, ReadsImages) or len(model.children()) == 1:
         return TEXT_ONLY
     family = IMAGE_FAMILIES.get(model.model_type)
@@ -249,7 +250,7 @@ def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
     elif any(is_adapted(part) for part in _encoder_parts(model)):
         fault = "one of its adapters changes the vision encoder, and all requests share the encoder's results"
     else:
-        fault = _difference(model, runner, vocab_size, family)
+        fault = yield from _difference(model, runner, vocab_size, family)
     if fault:
         logger.warning("Images are not served: %s.", fault)
     return fault
@@ -260,10 +261,13 @@ def _encoder_parts(model: ReadsImages) -> list[nn.Module]:
     return [part for _, part in tree_flatten(parts, is_leaf=nn.Module.is_module)]
 
 
-def _difference(model: ReadsImages, runner: ModelRunner, vocab_size: int, family: _Family) -> str:
+def _difference(
+    model: ReadsImages, runner: ModelRunner, vocab_size: int, family: _Family
+) -> Generator[float, None, str]:
     """What is wrong with an image in a ragged batch; empty if nothing is."""
     try:
-        worst, dtype = _error(model, runner, vocab_size, *family.sample(model.config, np.random.default_rng(0)))
+        sample = family.sample(model.config, np.random.default_rng(0))
+        worst, dtype = yield from _error(model, runner, vocab_size, *sample)
     except Exception as error:  # any error of the model's code
         return f"its images cannot be computed in a ragged batch: {type(error).__name__}: {error}"
     finally:
@@ -276,7 +280,7 @@ def _difference(model: ReadsImages, runner: ModelRunner, vocab_size: int, family
 
 def _error(
     model: Any, runner: ModelRunner, vocab_size: int, placeholders: list[int], inputs: dict[str, Any]
-) -> tuple[float, mx.Dtype]:
+) -> Generator[float, None, tuple[float, mx.Dtype]]:
     """The largest difference of logits relative to the largest logit, and their type."""
     rng = np.random.default_rng(1)
     text = rng.integers(1, min(vocab_size, image_token_id(model.config)), size=_BEFORE + _AFTER + 1).tolist()
@@ -286,7 +290,8 @@ def _error(
     image = PromptImage(len(before), len(placeholders), bytes(32), inputs, sees_both_ways(model.config))
     plain = _plain_logits(model, prompt, text[-1], image)
     mx.eval(plain)
-    ours = _ragged_logits(model, runner, prompt, text[-1], image)
+    yield 1.0
+    ours = yield from _ragged_logits(model, runner, prompt, text[-1], image)
     return relative_error(ours, plain), plain.dtype
 
 
@@ -329,7 +334,9 @@ class _MaskedCache(KVCache):  # type: ignore[misc]
         return mask if window_size is None else mask & (keys > queries - window_size)
 
 
-def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following: int, image: PromptImage) -> mx.array:
+def _ragged_logits(
+    model: Any, runner: ModelRunner, prompt: list[int], following: int, image: PromptImage
+) -> Generator[float, None, mx.array]:
     """The same logits from three steps with two requests. The image's first chunk ends within the image, or after it if
     it is bidirectional; the text request decodes from the second step on."""
     encoder = ImageEncoder(model, max_bytes=0)
@@ -347,7 +354,9 @@ def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following
     num_first = image.num_tokens + 1 if image.is_bidirectional else max(1, image.num_tokens // 2)
     cut, end, num_text = image.start + num_first, len(prompt), image.start + 1
     run(chunk("text", 0, num_text), chunk("image", 0, cut))
+    yield 1.0
     last = run(chunk("text", num_text, num_text + 1), chunk("image", cut, end))
+    yield 1.0
     decoded = run(chunk("image", end, end + 1))
     if errors := encoder.take_result().errors:
         raise RuntimeError(errors["image"])

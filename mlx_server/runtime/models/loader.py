@@ -260,7 +260,7 @@ def make_runner(
         runner.sampler.agree = agreement(loaded.group)
     try:
         yield from probe.find_level(runner)
-        no_vision = loaded.no_vision or find_image_fault(loaded.model, runner, loaded.vocab_size)
+        no_vision = loaded.no_vision or (yield from find_image_fault(loaded.model, runner, loaded.vocab_size))
         is_bidirectional = _check_pooling(loaded, runner)
         if is_bidirectional:
             cache.backend = BidirectionalBackend(cache.backend.make_rows)

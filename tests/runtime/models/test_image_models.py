@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,9 +20,10 @@ from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
 from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, find_image_fault, sees_both_ways
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.blueprint import build_model
-from mlx_server.runtime.models.loader import RunnerInfo, load, make_runner
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.runtime.vision import ImageEncoder, encode
@@ -37,21 +39,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model_folder(loaded.model, loaded.config, tmp_path_factory.mktemp("vlm"), byte_tokenizer())
 
 
+def probe(loaded: LoadedModel, backend: str = "auto") -> Pieces[tuple[ModelRunner, RunnerInfo]]:
+    return make_runner(
+        loaded,
+        backend=backend,
+        pool=CacheConfig(num_kv_blocks=16),
+        max_num_tokens=256,
+        max_num_seqs=2,
+        kv_limit_bytes=2**28,
+        state_limit_bytes=2**28,
+    )
+
+
 def load_and_probe(folder: Path, backend: str = "auto") -> tuple[object, RunnerInfo]:
     loaded = load(str(folder))
-    runner, info = exhaust(
-        make_runner(
-            loaded,
-            backend=backend,
-            pool=CacheConfig(num_kv_blocks=16),
-            max_num_tokens=256,
-            max_num_seqs=2,
-            kv_limit_bytes=2**28,
-            state_limit_bytes=2**28,
-        )
-    )
+    runner, info = exhaust(probe(loaded, backend))
     runner.close()
     return loaded.model, info
+
+
+def test_no_piece_of_the_check_with_an_image_computes_more_than_one_step(folder: Path) -> None:
+    """And at most one decode, so streams of other models wait for that."""
+    loaded, calls = load(str(folder)), []
+    body = loaded.model.language_model.model
+    plain = type(body).__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(self, *args, **kwargs)
+
+    body.__class__ = type("Counted", (type(body),), {"__call__": counted})
+    counts = []
+    for _ in probe(loaded):
+        counts.append(len(calls))
+        calls.clear()
+    assert max(counts) == 2
 
 
 def test_a_folder_with_an_encoder_is_loaded_with_it_and_booked(folder: Path) -> None:
@@ -178,7 +200,7 @@ def test_families_that_are_not_served_are_named() -> None:
     model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"]}, 1, sees=True)
     type(model).model_type = "of_tomorrow"
     try:
-        fault = find_image_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
+        fault = exhaust(find_image_fault(model, runner=None, vocab_size=320))  # type: ignore[arg-type]
     finally:
         type(model).model_type = "qwen3_vl"
     assert "this one is of type of_tomorrow" in fault
@@ -193,7 +215,7 @@ def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
     inputs = merger.linear_fc1.weight.shape[1]
     part = LowRank(0, mx.zeros((inputs, 2)), mx.zeros((2, merger.linear_fc1.weight.shape[0])))
     merger.linear_fc1 = AdaptedLinear(merger.linear_fc1, [part], AdapterRows(("one",)))
-    fault = find_image_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
+    fault = exhaust(find_image_fault(model, runner=None, vocab_size=320))  # type: ignore[arg-type]
     assert fault == "one of its adapters changes the vision encoder, and all requests share the encoder's results"
 
 
