@@ -41,8 +41,8 @@ class _OneByOne:
 
 def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str]) -> Generator[float, None, None]:
     """Makes a model's products and its attention independent of the batch, permanently. Call it before the first step.
-    Raises `ModelLoadError` if there are adapters or if the attention backend cannot do it. MLX thread; yields after the
-    product of each layer."""
+    Raises `ModelLoadError` if there are adapters or if the attention backend cannot do it. MLX thread; yields after
+    each product that is tried."""
     if isinstance(backend, GpuBackend):
         backend.by_row = True
     elif not isinstance(backend, CpuBackend):
@@ -62,8 +62,8 @@ def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str
     fixed = FixedRows()
     for module in model.modules():
         if takes_product(module):
-            fixed(module)
-            yield 1.0
+            for _ in fixed.tries(module):
+                yield 1.0
     install_products(model, fixed)
     for module in model.modules():
         if type(module) in (SwitchLinear, QuantizedSwitchLinear):

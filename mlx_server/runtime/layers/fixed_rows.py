@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.products import Product, RowProduct, own_product
 
 _BLOCKS = (16, 8, 4)
@@ -37,13 +39,23 @@ class FixedRows:
     """
 
     def __init__(self) -> None:
-        self._rules: dict[Any, _Rule] = {}
+        self._rules: dict[Any, _Rule | None] = {}
+
+    def tries(self, layer: Any) -> Generator[None, None, None]:
+        """What a call does first for a layer of a new shape. Yields after each try."""
+        kind = _kind(layer)
+        if kind not in self._rules:
+            self._rules[kind] = yield from _find_rule(own_product(layer), kind)
 
     def __call__(self, layer: Any) -> RowProduct:
-        own, kind = own_product(layer), _kind(layer)
-        if kind not in self._rules:
-            self._rules[kind] = _find_rule(own, kind)
-        return partial(_by_rule, self._rules[kind], own)
+        exhaust(self.tries(layer))
+        inputs, columns, *_ = kind = _kind(layer)
+        if (rule := self._rules[kind]) is None:
+            raise ModelLoadError(
+                f"--batch-invariant is impossible here: in products of {inputs} x {columns} numbers a row's bits "
+                f"depend on its position; {REMEDY}."
+            )
+        return partial(_by_rule, rule, own_product(layer))
 
 
 class _Rule(NamedTuple):
@@ -80,28 +92,37 @@ def _in_pieces(own: Product, x: mx.array, most: int) -> mx.array:
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
 
-def _find_rule(own: Product, kind: tuple[Any, ...]) -> _Rule:
-    """The cheapest rule with the same bits as padded blocks."""
+def _find_rule(own: Product, kind: tuple[Any, ...]) -> Generator[None, None, _Rule | None]:
+    """The cheapest rule with the same bits as padded blocks; None if those depend on a row's place."""
     inputs, _, dtype = kind[:3]
     if not mx.issubdtype(dtype, mx.floating):  # only affine scales are floats
         dtype = mx.bfloat16
     x = mx.random.normal((_MOST, inputs), key=mx.random.key(0)).astype(dtype)
-    block = next((block for block in _BLOCKS if _is_the_same_at_all_places(own, x[:block])), None)
-    if block is None:
-        raise ModelLoadError(
-            f"--batch-invariant is impossible here: in products of {inputs} x {kind[1]} numbers a row's bits depend on "
-            f"its position; {REMEDY}."
-        )
+    for block in _BLOCKS:
+        if (yield from _is_the_same_at_all_places(own, x[:block])):
+            break
+    else:
+        return None
     expected = _in_pieces(own, x, block)
-    if not all(same_values(own(x[:count]), expected[:count]) for count in _WHOLE):
+    if not (yield from _are_equal((own(x[:count]), expected[:count]) for count in _WHOLE)):
         return _Rule(block, block, dtype)
-    is_free = all(same_values(own(x[:count]), expected[:count]) for count in _FEW)
+    is_free = yield from _are_equal((own(x[:count]), expected[:count]) for count in _FEW)
     return _Rule(1 if is_free else block, _MOST, dtype)
 
 
-def _is_the_same_at_all_places(own: Product, x: mx.array) -> bool:
+def _is_the_same_at_all_places(own: Product, x: mx.array) -> Generator[None, None, bool]:
     y = own(x)
-    return all(same_values(own(mx.roll(x, by, 0)), mx.roll(y, by, 0)) for by in range(1, len(x)))
+    return (yield from _are_equal((own(mx.roll(x, by, 0)), mx.roll(y, by, 0)) for by in range(1, len(x))))
+
+
+def _are_equal(pairs: Iterable[tuple[mx.array, mx.array]]) -> Generator[None, None, bool]:
+    """Whether the arrays of each pair are equal. Yields after each."""
+    for one, other in pairs:
+        is_equal = same_values(one, other)
+        yield
+        if not is_equal:
+            return False
+    return True
 
 
 def same_values(a: mx.array, b: mx.array) -> bool:

@@ -23,6 +23,7 @@ from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.product_choice import MakeForm, ProductTimes, gpu_products
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, ProductShape
 from mlx_server.runtime.kernels.trials import exhaust
+from mlx_server.runtime.layers import fixed_rows
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, make_runner
@@ -121,3 +122,20 @@ def test_no_piece_of_a_load_computes_more_than_one_step() -> None:
         counts.append(len(calls))
         calls.clear()
     assert (max(counts), sum(counts)) == (2, 33)
+
+
+@on_the_cpu
+def test_no_piece_of_a_load_tries_more_than_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def counted(a: mx.array, b: mx.array) -> bool:
+        tried.append(len(a))
+        return bool(mx.array_equal(a, b).item())
+
+    monkeypatch.setattr(fixed_rows, "same_values", counted)
+    counts = []
+    for _ in compute_by_row(nn.Linear(8, 8), CpuBackend(1), ()):
+        counts.append(len(tried))
+        tried.clear()
+    assert counts == [1] * len(counts)
+    assert len(counts) > 20

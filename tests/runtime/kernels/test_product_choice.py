@@ -321,6 +321,20 @@ def test_other_models_run_between_the_products_of_a_load() -> None:
         assert sum(counts) >= num_proofs * len(SHAPES)
 
 
+def test_other_models_run_between_the_tries_of_fixed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a load that knows the times."""
+    tried: list[mx.array] = []
+    plain = fixed_rows.same_values
+    monkeypatch.setattr(fixed_rows, "same_values", lambda *pair: tried.append(pair[0]) or plain(*pair))
+    for _ in range(2):
+        counts = []
+        for _ in gpu_products(Model(), ProductKernels(HostKernels()), exact=True, measure=times(0.5, 0.6, FIXED_TIMES)):
+            counts.append(len(tried))
+            tried.clear()
+        assert max(counts) == 1
+        assert sum(counts) > 20 * len(SHAPES)
+
+
 def test_another_mlx_measures_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     stored_times().store({SHAPE: ProductTimes({None: MLX_TIMES})})
     assert stored_times().load().keys() == {SHAPE}

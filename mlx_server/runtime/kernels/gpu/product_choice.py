@@ -126,7 +126,10 @@ def gpu_products(
     tables: dict[ProductShape, _Table] = {}
     for shape, alike in layers.items():
         chooser = _Chooser(shape, alike, kernels, fixed, measure or measure_products)
-        tables[shape] = yield from chooser.table(known.get(shape) or (yield from _measured(chooser, stored)))
+        table = yield from chooser.table(known.get(shape) or (yield from _measured(chooser, stored)))
+        if fixed is not None and not table.is_empty:
+            yield from fixed.tries(alike[0])
+        tables[shape] = table
 
     def make(layer: Any) -> RowProduct | None:
         shape = ProductShape.of(layer)
@@ -191,6 +194,7 @@ class _Chooser:
         """Measures the forms that pass their test, and MLX's product."""
         candidates: dict[Form | None, MakeForm] = {None: own_product}
         if self._fixed is not None:
+            yield from self._fixed.tries(self._layers[0])
             candidates = _in_fixed_rows(self._fixed, self._layers[0])
         for form, product in self._products.items():
             if (yield from self._is_right(form)):
