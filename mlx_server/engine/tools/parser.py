@@ -243,13 +243,18 @@ class ToolCallExtractor:
         if self._num_streamed and self._format.tail.fullmatch(first):
             return rest
         calls = self._parse(body) if may_call else []
-        if calls and not (rest and self._is_said_before(calls, body[again + len(self._parser.start) :])):
-            for call in calls:
-                self._begin(call)
+        before = self._parse(first) if calls and rest else []
+        if before and calls[: len(before)] == before:  # only their last marker is missing
+            calls = before
+        elif calls and not (rest and self._is_said_before(calls, body[again + len(self._parser.start) :])):
+            rest = ""
+        elif is_dropped:
             return ""
-        if is_dropped:
-            return ""
-        self._show(("" if self._num_streamed else self._start) + first + ("" if rest else end))
+        else:
+            self._show(("" if self._num_streamed else self._start) + first + ("" if rest else end))
+            return rest
+        for call in calls:
+            self._begin(call)
         return rest
 
     def _is_said_before(self, calls: list[_Call], last: str) -> bool:

@@ -243,6 +243,14 @@ def test_a_call_that_lacks_its_last_tag_hides_no_other() -> None:
         assert parsed(f"{text}{tag(BARE)}") == ("", [("f", {}), WEATHER])
 
 
+@pytest.mark.parametrize("name", ["get_weather", "unknown"])
+def test_calls_that_come_whole_may_lack_their_last_marker(name: str) -> None:
+    calls = {"pythonic": f'[{name}(city="Paris")]', "gemma4": f'call:{name}{{city:<|"|>Paris<|"|>}}'}
+    for parser, call in ((parser_named(known), call) for known, call in calls.items()):
+        text = f"{parser.start}{call}{parser.start}{call}{parser.end}"
+        assert parsed(text, parser) == ("", [(name, {"city": "Paris"})] * 2)
+
+
 def test_arguments_that_break_off_stay_as_streamed() -> None:
     content, calls = run(['<tool_call>{"name": "f", "arguments": {"a": "b'])
     assert (content, calls) == ("", [("id0", "f", '{"a": "b')])
