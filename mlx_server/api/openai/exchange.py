@@ -231,7 +231,6 @@ async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWr
         await generation.feed(emit, drain)
         last = writer.closing()
     except Exception as error:
-        await drain()
         info = error_info(error)
         if info.status == 500:
             logger.exception("A stream failed")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_server.api.answers.generation import OutputEvent
+from mlx_server.api.openai.completions import TextWriter
 from mlx_server.api.openai.exchange import MAX_POSITIONS
 from tests.api.fakes import say
 from tests.api.sse import bodies
@@ -123,6 +125,17 @@ async def test_logprobs_that_come_together_are_streamed_in_pieces(world: World):
     for choice in whole["choices"]:
         parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
         assert [token for part in parts for token in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+
+
+async def test_a_stream_whose_logprobs_cannot_be_written_ends_with_an_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(writer: TextWriter, event: OutputEvent) -> bytes:
+        raise TypeError("cannot be written")
+
+    monkeypatch.setattr(TextWriter, "write_choice", fail)
+    streamed = await world.complete(prompt=[[*range(40, 240)]], max_tokens=3, logprobs=1, echo=True, stream=True)
+    assert [event["error"]["type"] for event in bodies(streamed.text)] == ["InternalServerError"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
