@@ -68,7 +68,7 @@ _SECRET_VARIABLE = re.compile(r".*(TOKEN|KEY|SECRET|PASSWORD)", re.IGNORECASE)
 _MIN_SECRET_CHARS = 6
 _SECRET_FORMS = {
     r"\bhf_[A-Za-z0-9]{20,}|\bmlxs_[\w-]{20,}": "<secret>",
-    r"(\w://)[^\s/@]+@": r"\1<secret>@",
+    r"(\w://)[^\s/]+@": r"\1<secret>@",
     r"(\w://[^\s?'\"]+\?)[^\s'\"]+": r"\1<secret>",
 }
 """Tokens of the hub, our keys; users and queries of URLs."""

@@ -243,7 +243,7 @@ def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     token, key = "hf_" + "xY9" * 11, "mlxs_3f9c0a1b2c4d_" + "k-_7" * 11
     text = f"{os.environ['HF_TOKEN']} {token} {key} sesame-42 'correct horse' hf_hub_download"
     assert redact(text, config) == "<secret> <secret> <secret> <secret> '<secret>' hf_hub_download"
-    text = "GET https://ada:pass@index.acme.example/simple/a?token=abc&x=1 (http://127.0.0.1:8000/v1/models)"
+    text = "GET https://ada:p@ss@index.acme.example/simple/a?token=abc&x=1 (http://127.0.0.1:8000/v1/models)"
     shown = "GET https://<secret>@index.acme.example/simple/a?<secret> (http://127.0.0.1:8000/v1/models)"
     assert redact(text, Config()) == shown
 
