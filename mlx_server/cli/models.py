@@ -9,11 +9,11 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
 from mlx_server.config import DEFAULT_MODEL, load_config
+from mlx_server.environment import expanded
 from mlx_server.errors import ServeError
 
 _LS_HEADER = ("name", "size", "weights", "context", "needs", "fits", "folder")
@@ -153,7 +153,7 @@ def run_load(args: argparse.Namespace) -> int:
         name, separator, place = args.adapter.partition("=")
         if not separator:
             raise ServeError(f"--adapter is {args.adapter}; write NAME=FOLDER, or NAME=OWNER/NAME for one of the hub.")
-        here = Path(place).expanduser()
+        here = expanded(place)
         body = {"lora_path": str(here.absolute()) if here.exists() else place, "load_inplace": args.replace}
         return _adapter_changed(args.url, "load", {"lora_name": f"{args.model}:{name}", **body})
     print(_ask(args.url, "POST", "/admin/models/load", {"model": args.model}))

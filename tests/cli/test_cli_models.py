@@ -183,6 +183,8 @@ def test_adapters_of_a_servers_models_are_loaded_and_unloaded(
     assert capsys.readouterr().out == "Success\n" * 3
     assert main(["models", "load", "coder", "--adapter", "terse"]) == 1
     assert "--adapter is terse; write NAME=FOLDER" in capsys.readouterr().err
+    assert main(["models", "load", "coder", "--adapter", "terse=~nobody-here/terse"]) == 2
+    assert "the home folder ~nobody-here is unknown" in capsys.readouterr().err
 
 
 def test_a_servers_models_are_loaded_and_unloaded(server: list[Any], capsys: pytest.CaptureFixture[str]):
