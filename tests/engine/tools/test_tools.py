@@ -373,8 +373,8 @@ FORMATS = [
     ),
     (
         "function_gemma",
-        "<start_function_call>call:get-it{x-y:<escape>}, {a:<escape>,where:{b:[1,<escape>[x]<escape>,{c:true}]},d:}"
-        "<end_function_call>".replace(",d:", ""),
+        "<start_function_call>call:get-it{x-y:<escape>}, {a:<escape>,where:{b:[1,<escape>[x]<escape>,{c:true}]}}"
+        "<end_function_call>",
         [("get-it", {"x-y": "}, {a:", "where": {"b": [1, "[x]", {"c": True}]}})],
     ),
 ]  # fmt: skip
