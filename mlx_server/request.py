@@ -253,8 +253,10 @@ def append_token(request: Request, token_id: int) -> FinishReason | None:
     request.num_in_flight -= 1
     request.output_token_ids.append(token_id)
     reason = _finish_reason(request, token_id)
-    if request.constraint is None or reason is FinishReason.STOP:
+    if request.constraint is None:
         return reason
+    if reason is FinishReason.STOP:
+        return reason if token_id or _may_end(request, request.constraint) else FinishReason.ERROR
     if not request.constraint.accept(token_id):
         return FinishReason.ERROR
     if request.constraint.is_terminated():
@@ -263,6 +265,14 @@ def append_token(request: Request, token_id: int) -> FinishReason | None:
     if reason is not None or request.sampling.logprobs is not None:
         return reason
     return _append_forced(request, request.constraint)
+
+
+def _may_end(request: Request, constraint: TokenConstraint) -> bool:
+    """Whether token 0, which ends the request, was chosen: a row without any allowed token gives it, too."""
+    sampling, mask = request.sampling, constraint.bitmask()
+    is_early = len(request.output_token_ids) <= sampling.min_tokens
+    is_allowed = sampling.allowed_token_ids is None or 0 in sampling.allowed_token_ids
+    return not is_early and is_allowed and (mask is None or mask[0] & 1 == 1)
 
 
 def _append_forced(request: Request, constraint: TokenConstraint) -> FinishReason | None:

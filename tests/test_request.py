@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from mlx_server.request import FinishReason, Request, append_token
 from tests.batching.worlds import FakeConstraint, make_request
 
@@ -97,6 +101,26 @@ def test_end_of_sequence_is_no_matter_of_the_grammar() -> None:
     request = in_flight(eos_token_ids=frozenset({9}), constraint=constraint)
     assert append_token(request, 9) is FinishReason.STOP
     assert constraint.accepted == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({}, FinishReason.STOP),
+        ({"allowed_token_ids": (0, 5)}, FinishReason.STOP),
+        ({"allowed_token_ids": (5,)}, FinishReason.ERROR),
+        ({"min_tokens": 1}, FinishReason.STOP),
+        ({"min_tokens": 2}, FinishReason.ERROR),
+    ],
+)
+def test_token_0_ends_an_answer_only_if_it_was_allowed(sampling: dict[str, Any], reason: FinishReason) -> None:
+    """It is also what a row without any allowed token gives."""
+    for num_before in (0, 1):
+        constraint = FakeConstraint(3)  # allows token 0 after one other
+        request = in_flight(eos_token_ids=frozenset({0}), constraint=constraint, **sampling)
+        for _ in range(num_before):
+            assert append_token(request, 7) is None
+        assert append_token(request, 0) is (reason if num_before else FinishReason.ERROR)
 
 
 def test_an_answer_whose_forced_end_is_cut_is_not_complete() -> None:

@@ -165,8 +165,10 @@ def build_assistant_of(config: dict[str, Any], model: nn.Module) -> AssistantMod
 def build_eagle_of(config: dict[str, Any], model: nn.Module) -> EagleModel:
     """An EAGLE-3 drafter of `model` with one layer like its own, built like `build(config)`."""
     shape = EagleShape.of({**config, "num_hidden_layers": 1, "draft_vocab_size": 32000})
-    body = EagleBody(shape, config["hidden_size"], link_to(text_part(model)), embeds=False)
-    eagle = EagleModel(body, config["vocab_size"], has_output=True)
+    size = config["hidden_size"]
+    body = EagleBody(shape, size, link_to(text_part(model)), {})
+    eagle = EagleModel(body, "eagle3", size, config["vocab_size"])
+    eagle.take_output({"lm_head.weight": mx.array(0)}, 32000, is_tied=False)  # it has one, made here
     eagle.set_dtype(mx.bfloat16)
     packed: EagleModel = _packed(eagle, 4)
     return packed
