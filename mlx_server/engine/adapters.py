@@ -10,7 +10,7 @@ from typing import Any
 from mlx_server.config import ModelConfig
 from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.engine.parts import EngineParts
-from mlx_server.engine.pieces import in_pieces
+from mlx_server.engine.pieces import free_failed, in_pieces
 from mlx_server.errors import InsufficientMemoryError, OverloadedError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import SchedulerOutput
@@ -101,7 +101,8 @@ class LiveAdapters:
                 lambda part: None,
                 add_adapter(self._parts.loaded, self._parts.runner, adapter, self._settings.dtype),
             )
-        except BaseException:
+        except BaseException as error:
+            await free_failed(self._thread, error)
             share.part(need)
             raise
 

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
@@ -40,12 +38,12 @@ from mlx_server.engine.loading import (
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
-from mlx_server.engine.pieces import in_pieces
+from mlx_server.engine.pieces import free_failed, in_pieces, undo
 from mlx_server.engine.prefixes.kv_events import KvEvents
 from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, join_disk, open_configured
 from mlx_server.engine.text.chat import TextTools
 from mlx_server.engine.vision.seeing import SeeingModel, load_if_seeing
-from mlx_server.errors import ConfigError, EngineDeadError
+from mlx_server.errors import ConfigError
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.layers.sharding import Group
@@ -183,9 +181,7 @@ async def load_parts(
         if around.share is None:
             share.release()
         around.ranks.unload()
-        trace = error.__traceback__
-        inner = None if trace is None else trace.tb_next  # without this frame and those that await it
-        await _undo(around, partial(_free_failed_load, error, inner))
+        await free_failed(around.thread, error)
         raise
 
 
@@ -245,7 +241,7 @@ async def _load_parts(
         loaded_draft = await load_model_head(config, loaded, share, run)
     room = PoolRoom(config.scheduler.max_num_seqs * limit, share.kv_limit_bytes, share.kv_room_bytes)
     runner, info = await ranks.make_runner(room, run(make_model_runner(config, loaded, room)))
-    made.push_async_callback(_undo, around, runner.close)
+    made.push_async_callback(undo, around.thread, runner.close)
     weight_bytes = loaded.weight_bytes  # once: it adds up all arrays of the model
     kv_bytes = info.num_blocks * info.block_bytes + info.state_bytes
     limits, draft, why_not = _limits(config, info, max_chunk_tokens), None, None
@@ -257,7 +253,7 @@ async def _load_parts(
             draft = await make_draft(
                 draft_config, loaded_draft, loaded, runner, info, share, most_tokens, limits.largest_chunk, run
             )
-            made.push_async_callback(_undo, around, draft.runner.close_draft)
+            made.push_async_callback(undo, around.thread, draft.runner.close_draft)
             weight_bytes, kv_bytes = weight_bytes + draft.loaded.weight_bytes, kv_bytes + draft.kv_bytes
         except Exception as error:
             if config.draft_model is not None or config.needs_heads:
@@ -350,22 +346,6 @@ async def _own_share(config: Config, given: GivenModels) -> MemoryShare:
     else:
         need = MemoryNeed(sum(one.weight_bytes for one in (given.model, given.draft_model) if one is not None), 0, 0)
     return MemoryBudget.of(config.memory).take(config.model.model, need)
-
-
-async def _undo(around: Surroundings, work: Callable[[], object]) -> None:
-    """Does `work` of a load that failed on the MLX thread, if that has not ended."""
-    with contextlib.suppress(EngineDeadError):
-        await asyncio.wrap_future(around.thread.call(work))
-
-
-def _free_failed_load(error: BaseException, inner: TracebackType | None) -> None:
-    """Frees what was loaded so far, which the frames of the tracebacks still hold. MLX thread."""
-    traceback.clear_frames(inner)
-    chain = error.__cause__ or error.__context__
-    while chain is not None:
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
-    release([])
 
 
 def _make_scheduler(

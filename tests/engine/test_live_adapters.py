@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -190,9 +191,17 @@ async def test_what_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> Non
     async with serving(folder) as engine:
         share, plain, expected = engine._loaded_parts().share, kinds(engine), wanted(folder, None)
         need = share.need
-        for path, words in ((other, "does not fit"), (broken, "logits are NaN"), (dora, "cannot differ by request")):
-            with pytest.raises(ModelLoadError, match=words):
-                await load(engine, path.name, path)
+        refused = ((other, "does not fit"), (broken, "logits are NaN"), (dora, "cannot differ by request"))
+        gc.collect()
+        gc.disable()  # what is refused is freed at once
+        try:
+            num_bytes = mx.get_active_memory()
+            for path, words in refused:
+                with pytest.raises(ModelLoadError, match=words):
+                    await load(engine, path.name, path)
+                assert mx.get_active_memory() < num_bytes + 4096, "nothing but constants of modules is left"
+        finally:
+            gc.enable()
         with pytest.raises(InsufficientMemoryError, match="The adapter good needs 1048576 MiB, and no more than"):
             await engine.adapters.load(find_content(Adapter("good", str(good))), 2**40)
         assert (share.need, kinds(engine)) == (need, plain)
