@@ -47,8 +47,8 @@ def find_content(adapter: Adapter) -> Adapter:
     its content is nobody else's, and a later adapter of its name has another key. Reads the files, so that loading them
     does not wait for the disk. Any thread. Raises `ModelLoadError` or `DownloadError`."""
     found = find_adapter(adapter)
-    check_files(found)
     try:
+        check_files(found)
         return found._replace(key=fingerprint(found.path, patterns=ADAPTER_FILES))
     except OSError as error:
         raise ModelLoadError(f"The adapter {adapter.folder} cannot be read: {error}.") from error

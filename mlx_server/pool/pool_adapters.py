@@ -15,6 +15,7 @@ from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.loading import find_content
 from mlx_server.engine.memory.need import MemoryNeed, adapter_bytes
 from mlx_server.errors import (
+    ConfigError,
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
@@ -66,7 +67,7 @@ class PoolAdapters:
                     self._change(model, [*others, adapter])
             except UnknownModelError:
                 raise
-            except ModelLoadError as error:
+            except (ModelLoadError, ConfigError) as error:
                 raise InvalidRequestError(error.message, "lora_path") from error
         logger.info("Loaded the adapter %s:%s from %s, %.0f MiB", model.name, own, place, num_bytes / 2**20)
 

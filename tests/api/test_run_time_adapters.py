@@ -172,6 +172,8 @@ async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels
     ("body", "status", "words"),
     [
         ({"lora_name": "one", "lora_path": "/nowhere"}, 404, "There is no folder /nowhere: an adapter is a folder, or"),
+        ({"lora_name": "b", "lora_path": "/" + "b" * 300}, 400, "cannot be used: [Errno"),
+        ({"lora_name": "b", "lora_path": "~nobody-of-that-name/b"}, 400, "the home folder ~nobody-of-that-name is"),
         ({"lora_name": "one"}, 400, "lora_path: Field required"),
         ({"lora_name": "", "lora_path": "/x"}, 400, "lora_name: String should have at least 1 character"),
         ({"lora_name": "a/b", "lora_path": "/x"}, 400, "lora_name is 'a/b' and lora_path is '/x': the name must be"),

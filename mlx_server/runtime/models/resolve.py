@@ -111,6 +111,13 @@ def find_folder(
 def find_adapter(adapter: Adapter) -> Adapter:
     """The adapter with the place of its files, which are fetched if they are on the hub only. May take long. Any
     thread. Raises `UnknownModelError` if there is none, `ModelLoadError` or `DownloadError`."""
+    try:
+        return _found_adapter(adapter)
+    except OSError as error:
+        raise ModelLoadError(f"The adapter {adapter.folder} cannot be used: {error}.") from error
+
+
+def _found_adapter(adapter: Adapter) -> Adapter:
     name = hub_id(adapter.folder)
     if exists(adapter.path):
         return adapter
