@@ -58,6 +58,10 @@ class LiveAdapters:
             raise OverloadedError(f"The model {self._settings.name} was unloaded; load the adapter again.", _RETRY_S)
         task.result()
 
+    def has(self, name: str) -> bool:
+        """Whether requests may name it."""
+        return name in self._keys
+
     def unload(self, name: str) -> None:
         """From now on, no request may name the adapter. Its memory is freed when those that use it have ended."""
         self._start(self._free(self._keys.pop(name)))

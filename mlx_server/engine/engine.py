@@ -180,6 +180,8 @@ class AsyncEngine:
             raise
         self.state, self._intake = EngineState.READY, Intake(self._parts.scheduler, self._clock)
         self.adapters = LiveAdapters(self._parts, self._around.thread, self.config.model, self._requests)
+        for name in self._parts.loaded.adapters.by_name.keys() - set(self.names.adapters):
+            self.adapters.unload(name)  # it went while the model was loading
         self._metrics = self._metrics or EngineMetrics(self.max_model_len, self.config.scheduler.aging_rate)
         settings = self.config.observability
         if settings.kv_cache_metrics:

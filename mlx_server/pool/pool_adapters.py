@@ -62,7 +62,10 @@ class PoolAdapters:
                     await self._room.make_at_once(model, MemoryNeed(num_bytes, 0, 0))
                     if not model.is_ready:
                         raise OverloadedError(f"The model {model.name} was unloaded; load the adapter again.", 5.0)
-                    await engine.adapters.load(found, num_bytes)
+                    live = engine.adapters
+                    await live.load(found, num_bytes)
+                    if not live.has(own):  # it was unloaded at once
+                        return
                     others = [other for other in model.spec.config.model.adapters if other.name != own]
                     self._change(model, [*others, adapter])
             except UnknownModelError:

@@ -151,6 +151,34 @@ async def test_a_stream_in_progress_keeps_it(world: TwoModels):
     await until(lambda: world.pool.find("small").held_bytes < held)
 
 
+async def test_one_that_goes_while_its_model_is_loading_is_freed(world: TwoModels):
+    await world.load("other:mine", "one")
+    await world.pool.unload("other", 0.0)
+    model = world.pool.find("other")
+    asked = asyncio.create_task(world.token_ids("other"))
+    await until(lambda: model.engine is not None)
+    await world.unload("other:mine")
+    assert await asked == world.plain(None)
+    await until(lambda: set(model.engine._loaded_parts().loaded.adapters.keys) == {None})
+
+
+async def test_one_that_goes_when_it_has_just_been_loaded_is_gone(world: TwoModels, monkeypatch: pytest.MonkeyPatch):
+    await world.load("one", "one")
+    pool, adapters = world.pool, world.pool.find("small").engine.adapters
+    load = adapters._load
+
+    async def load_and_go(*args: Any) -> None:
+        await load(*args)
+        pool.adapters.unload("one")
+
+    monkeypatch.setattr(adapters, "_load", load_and_go)
+    await world.load("one", "two", load_inplace=True)
+    assert (await world.ask("small:one")).status_code == 404
+    monkeypatch.undo()
+    await world.load("one", "two")
+    assert await world.token_ids("one") == world.plain("two")
+
+
 async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels, monkeypatch: pytest.MonkeyPatch):
     await world.token_ids("small")
     engine, started = world.pool.find("small").engine, asyncio.Event()
