@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -39,10 +40,23 @@ class LiveAdapters:
         self._keys = parts.loaded.adapters.by_name
         self._turn, self._ended = asyncio.Lock(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held: Counter[str] = Counter()
 
     def on_end(self) -> None:
         """Call when a request has ended."""
         self._ended.set()
+
+    def hold(self, name: str) -> tuple[str, Callable[[], None]]:
+        """The key of the adapter that has this name now, for requests to come, and what ends the hold: until then, the
+        adapter is not freed. To be called once."""
+        key, held, ended = self._keys[name], self._held, self._ended  # the holder keeps no part of the model
+        held[key] += 1
+
+        def end() -> None:
+            held[key] -= 1
+            ended.set()
+
+        return key, end
 
     def used_by(self, status: RequestStatus) -> list[str]:
         """The names of the adapters of open requests with this status, also of adapters that were unloaded since."""
@@ -74,7 +88,7 @@ class LiveAdapters:
             await asyncio.wait(self._tasks)
 
     def _is_used(self, key: str) -> bool:
-        return any(request.adapter_key == key for request in self._requests())
+        return self._held[key] > 0 or any(request.adapter_key == key for request in self._requests())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

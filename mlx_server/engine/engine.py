@@ -251,6 +251,12 @@ class AsyncEngine:
             self._streams[stream.request_id] = stream
         return streams
 
+    def hold_adapter(self, name: str) -> tuple[str, Callable[[], None]]:
+        """`LiveAdapters.hold`. Raises like `submit`."""
+        self._accepting_parts()
+        self.names.check(name)
+        return self.adapters.hold(name)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets prefixes in memory, not on disk. Returns False, and does nothing, while requests hold blocks."""
         return self._loaded_parts().reset_prefix_cache()
@@ -288,7 +294,8 @@ class AsyncEngine:
 
     def _make(self, generation: GenerationRequest, parts: EngineParts, sample: Request | None) -> Request:
         """The request, which has not entered the queue."""
-        self.names.check(generation.adapter)
+        if generation.adapter_key is None:
+            self.names.check(generation.adapter)
         if generation.request_id in self._streams:
             message = f"The request id {generation.request_id} is in use; choose another."
             raise InvalidRequestError(message, "request_id")
@@ -309,7 +316,7 @@ class AsyncEngine:
             largest_chunk=parts.scheduler.limits.largest_chunk,
         )
         if generation.adapter is not None:
-            request.adapter_key = parts.loaded.adapters.by_name[generation.adapter]
+            request.adapter_key = generation.adapter_key or parts.loaded.adapters.by_name[generation.adapter]
         return request
 
     def _fill(self) -> None:

@@ -30,7 +30,8 @@ CountPlaceholders = Callable[[Sequence[int], Mapping[str, Any]], int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request to generate, with one of the model's adapters or without. Without `tier`, the tier is that of the
+    """A request to generate, with one of the model's adapters or without: the one of that name now, or that of
+    `adapter_key`, which the caller holds (`AsyncEngine.hold_adapter`). Without `tier`, the tier is that of the
     priority (high, normal or low). The clients of a tier share it equally; `client` is whose request this is.
     `extra_keys` (salt, tenant) separate prefixes in the prefix cache.
 
@@ -48,6 +49,7 @@ class GenerationRequest:
     client: str = ""
     extra_keys: tuple[str, ...] = ()
     adapter: str | None = None
+    adapter_key: str | None = None
     num_samples: int = 1
     sample_index: int = 0
     constraint: TokenConstraint | None = None

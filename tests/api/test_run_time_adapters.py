@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -67,6 +68,13 @@ class TwoModels:
         model = plain_model(self.folder, None if path is None else self.paths[path])
         return reference_generate(model, PROMPT, max_tokens).token_ids
 
+    async def vectors(self, model: str) -> list[list[float]]:
+        """Of more inputs than the engine takes at a time."""
+        body = {"model": model, "input": random_prompts((200,) * 48)}
+        response = await self.http.post("/v1/embeddings", json=body, headers={"Authorization": "Bearer key"})
+        assert response.status_code == 200, response.text
+        return [item["embedding"] for item in response.json()["data"]]
+
     async def listed(self) -> list[tuple[str, str | None, str]]:
         cards = (await self.http.get("/v1/models", headers={"Authorization": "Bearer key"})).json()["data"]
         return [(card["id"], card["parent"], card["root"]) for card in cards]
@@ -79,7 +87,10 @@ async def world(site: Site, tmp_path: Path) -> AsyncIterator[TwoModels]:
     paths["two"] = write_adapter(folder, tmp_path / "two", rank=2, num_layers=1, seed=2)
     own = {"max_model_len": 512, "num_kv_blocks": 32}
     config = Config(
-        models=tuple(ModelEntry(id=name, model=str(folder), overrides=own) for name in ("small", "other", "small:big")),
+        models=tuple(
+            ModelEntry(id=name, model=str(folder), overrides=own | more)
+            for name, more in (("small", {}), ("other", {"pooling": "mean"}), ("small:big", {}))
+        ),
         cache=CacheConfig(num_kv_blocks=32),
         pool=PoolConfig(),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
@@ -177,6 +188,18 @@ async def test_one_that_goes_when_it_has_just_been_loaded_is_gone(world: TwoMode
     monkeypatch.undo()
     await world.load("one", "two")
     assert await world.token_ids("one") == world.plain("two")
+
+
+async def test_all_vectors_of_a_request_are_of_one_adapter(world: TwoModels):
+    await world.load("other:mine", "one")
+    engine, expected = world.pool.find("other").engine, await world.vectors("other:mine")
+    asked = asyncio.create_task(world.vectors("other:mine"))
+    await until(lambda: engine.num_streams > 0)
+    await world.load("other:mine", "two", load_inplace=True)
+    await world.unload("other:mine")
+    assert not asked.done()
+    assert np.allclose(await asked, expected, atol=1e-4)
+    await until(lambda: set(engine._loaded_parts().loaded.adapters.keys) == {None})
 
 
 async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels, monkeypatch: pytest.MonkeyPatch):

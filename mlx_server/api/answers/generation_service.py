@@ -11,6 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,13 @@ class PoolingRun:
         grant: Grant,
         on_close: Callable[[PoolingRun], None],
     ) -> None:
-        """At most `width()` of `requests` enter the engine at a time; it is at least 1, and may change meanwhile."""
+        """At most `width()` of `requests` enter the engine at a time; it is at least 1, and may change meanwhile. All
+        have the adapter that has the job's name for it now."""
+        self._at_close = contextlib.ExitStack()
+        if job.adapter is not None:
+            key, end_hold = engine.hold_adapter(job.adapter)
+            self._at_close.callback(end_hold)
+            requests = [replace(request, adapter_key=key) for request in requests]
         self.job = job
         self.model_name = engine.names.with_adapter(job.adapter)
         self.ids = frozenset((job.request_id, job.response_id))
@@ -95,6 +102,7 @@ class PoolingRun:
     def close(self) -> None:
         """Aborts unfinished inputs, gives the caller's seat back, and forgets the job. Idempotent."""
         self.abort()
+        self._at_close.close()
         self._grant.close()
         self._on_close(self)
 
@@ -180,8 +188,11 @@ class GenerationService:
             return min(most, self._quotas.inputs_at_a_time(job.caller))
 
         async with self._admitted(engine, job, 1) as demand:
-            requests, grant = _requests(job), self._quotas.open(job.caller, demand)
-            run = PoolingRun(job, engine, requests, width, grant, self._forget)
+            with contextlib.ExitStack() as undo:
+                grant = self._quotas.open(job.caller, demand)
+                undo.callback(grant.close)
+                run = PoolingRun(job, engine, _requests(job), width, grant, self._forget)
+                undo.pop_all()
             self._open.add(run)
         return run
 
