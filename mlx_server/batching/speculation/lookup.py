@@ -150,4 +150,4 @@ class NgramDrafter:
 
 
 def _tenant(request: Request) -> Hashable:
-    return request.extra_keys, request.adapter
+    return request.extra_keys, request.adapter_key or request.adapter

@@ -83,6 +83,9 @@ def test_a_request_is_drafted_from_its_own_tokens_and_then_from_its_tenant_s_out
     assert drafter.propose(_request("second", [70, 1, 2, 3], tenant="a"), 4) == [4, 5]
     assert drafter.propose(_request("other", [70, 1, 2, 3], tenant="b"), 4) == []
     assert drafter.propose(_request("own", [1, 2, 3, 7, 1, 2, 3], tenant="a"), 4) == [7, 1, 2, 3]
+    replaced = _request("replaced", [70, 1, 2, 3], tenant="a")
+    replaced.adapter_key = "of another content"
+    assert drafter.propose(replaced, 4) == []
 
 
 def test_drafts_do_not_run_from_one_output_into_the_next() -> None:
