@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from mlx_server.api.auth.authentication import RequireAdmin
 from mlx_server.api.context import Context, ServerContext
@@ -132,20 +132,23 @@ class LoadAdapterBody(AdapterBody):
     load_inplace: bool | None = None
 
 
-@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-async def load_lora_adapter(body: LoadAdapterBody, context: Context) -> str:
+_AS_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+@router.post("/v1/load_lora_adapter", response_class=Response, responses=_AS_TEXT)
+async def load_lora_adapter(body: LoadAdapterBody, context: Context) -> Response:
     """vLLM's route: loads an adapter of a model, from a folder of the server or the hub. Answers when requests may name
     it, or with the reason why not. The load goes on if the caller leaves."""
     adapters = context.pool.adapters
     await shielded(adapters.load(body.lora_name, body.lora_path, in_place=bool(body.load_inplace)))
-    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-async def unload_lora_adapter(body: AdapterBody, context: Context) -> str:
+@router.post("/v1/unload_lora_adapter", response_class=Response, responses=_AS_TEXT)
+async def unload_lora_adapter(body: AdapterBody, context: Context) -> Response:
     """vLLM's route: new requests cannot name the adapter any more. Those in progress keep it until they end."""
     context.pool.adapters.unload(body.lora_name)
-    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @router.post("/sleep")

@@ -67,7 +67,9 @@ def invite(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     group = SimpleNamespace(rank=lambda: 1)
     monkeypatch.setattr(follower, "join_group", lambda rank, size: group)
     monkeypatch.setattr(follower, "from_first", lambda group, data: TOKEN + port.to_bytes(2, "big"))
-    monkeypatch.setattr(follower, "read_model", lambda settings, folder, adapters, group: read_alone(settings, folder, ()))
+    monkeypatch.setattr(
+        follower, "read_model", lambda settings, folder, adapters, group: read_alone(settings, folder, ())
+    )
 
 
 class Leader:
