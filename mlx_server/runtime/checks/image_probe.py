@@ -287,6 +287,8 @@ def _error(
     start = getattr(model.config, "vision_start_token_id", None)
     before = text[:_BEFORE] + ([] if start is None else [start])
     prompt = [*before, *placeholders, *text[_BEFORE:-1]]
+    if max(prompt) >= vocab_size:  # MLX would read beyond the embeddings
+        raise ValueError(f"its token {max(prompt)} for images is not one of its {vocab_size} tokens")
     image = PromptImage(len(before), len(placeholders), bytes(32), inputs, sees_both_ways(model.config))
     plain = _plain_logits(model, prompt, text[-1], image)
     mx.eval(plain)

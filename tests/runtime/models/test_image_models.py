@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -205,6 +206,14 @@ def test_families_that_are_not_served_are_named() -> None:
         type(model).model_type = "qwen3_vl"
     assert "this one is of type of_tomorrow" in fault
     assert all(name in fault for name in IMAGE_FAMILIES)
+
+
+def test_a_token_for_images_that_the_vocabulary_does_not_have_leaves_the_model_blind() -> None:
+    """MLX would read its embedding from memory that is not the model's."""
+    model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"], "image_token_id": 10**6}, 1, sees=True)
+    runner: Any = SimpleNamespace(cache=SimpleNamespace(release=lambda: None))
+    fault = exhaust(find_image_fault(model, runner, vocab_size=320))
+    assert "its token 1000000 for images is not one of its 320 tokens" in fault
 
 
 def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
