@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from typing import Any
 
@@ -97,15 +96,7 @@ async def test_draining_gives_up_in_time(world: World):
 async def test_requests_that_are_being_read_are_answered_before_the_model_goes(
     world: World, asked: str, monkeypatch: pytest.MonkeyPatch
 ):
-    is_formatting, may_go_on = threading.Event(), threading.Event()
-    formatted = world.engine.chat.format
-
-    def slow(*args: Any) -> Any:
-        is_formatting.set()
-        may_go_on.wait(5)
-        return formatted(*args)
-
-    monkeypatch.setattr(world.engine.chat, "format", slow)
+    is_formatting, may_go_on = world.hold_formatting(monkeypatch)
     reading = asyncio.create_task(world.chat())
     await until(is_formatting.is_set)
     if asked == "unload":

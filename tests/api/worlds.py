@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -102,6 +104,19 @@ class World:
         """Of the clock of the quotas."""
         self._site = site
         self.configure(config)
+
+    def hold_formatting(self, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+        """From now on a chat's prompt is made when the second event is set; the first says that one has begun."""
+        is_formatting, may_go_on = threading.Event(), threading.Event()
+        formatted = self.engine.chat.format
+
+        def slow(*args: Any) -> Any:
+            is_formatting.set()
+            may_go_on.wait(5)
+            return formatted(*args)
+
+        monkeypatch.setattr(self.engine.chat, "format", slow)
+        return is_formatting, may_go_on
 
     def configure(self, config: Config) -> None:
         self.context = self._site.serve(self.pool, config, lambda: self.now_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
 import pytest
@@ -58,15 +57,7 @@ async def test_a_decoding_request_is_aborted(world: World, stream: bool):
 async def test_a_request_that_is_being_tokenized_never_reaches_the_engine(
     world: World, stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    is_formatting, may_go_on = threading.Event(), threading.Event()
-    formatted = world.engine.chat.format
-
-    def slow(*args: Any) -> Any:
-        is_formatting.set()
-        may_go_on.wait(5)
-        return formatted(*args)
-
-    monkeypatch.setattr(world.engine.chat, "format", slow)
+    is_formatting, may_go_on = world.hold_formatting(monkeypatch)
     writer = await send(world, {"messages": user("Hi"), "stream": stream})
     await until(is_formatting.is_set)
     await hang_up(writer)
