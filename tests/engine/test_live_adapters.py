@@ -207,3 +207,27 @@ async def test_what_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> Non
         assert (share.need, kinds(engine)) == (need, plain)
         assert engine._loaded_parts().loaded.adapters.by_name == {}
         assert (await answers(engine, [None]))[None] == expected
+
+
+async def test_an_adapter_that_is_held_stays_for_requests_to_come(tmp_path: Path) -> None:
+    """A job of many inputs may have none in the engine for a moment."""
+    folder = write_model("llama", tmp_path / "base")
+    paths = {name: write_adapter(folder, tmp_path / name, seed=seed) for seed, name in enumerate(("held", "other"))}
+    async with serving(folder) as engine:
+        await load(engine, "held", paths["held"])
+        key, end_hold = engine.hold_adapter("held")
+        engine.names = replace(engine.names, adapters=())
+        engine.adapters.unload("held")
+        await load(engine, "other", paths["other"])  # one change at a time
+        request = GenerationRequest(
+            request_id="late",
+            prompt_token_ids=list(PROMPTS[0]),
+            sampling=greedy(NUM_TOKENS),
+            adapter="held",
+            adapter_key=key,
+        )
+        got = [token_id async for delta in engine.submit(request) for token_id in delta.token_ids]
+        assert got == wanted(folder, paths["held"])[0]
+        end_hold()
+        await until_freed(engine)
+        assert key not in engine._loaded_parts().loaded.adapters.keys
