@@ -116,7 +116,7 @@ async def test_the_logprobs_of_a_long_prompt_are_streamed_in_pieces(world: World
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
 
 
-async def test_logprobs_that_come_together_are_streamed_in_pieces(world: World):
+async def test_logprobs_that_come_together_join_to_those_of_a_complete_answer(world: World):
     """Of many choices, or of many steps while the client was slow."""
     world.engine.tokens_per_delta = 30
     body = {"prompt": ["a", "b", "c", "d", "e"], "max_tokens": 200, "logprobs": 1, "ignore_eos": True}
