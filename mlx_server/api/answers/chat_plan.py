@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from mlx_server.api.answers.generation import OutputParser, Plan, Prompt, Truncation
@@ -290,17 +291,16 @@ def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall, *, is_one: bo
     is_free = tool_use.mode == "auto" and structured is None
     if tool_use.shown is None or (is_free and not tool_use.has_patterns):
         return _Target(None if structured is None else compile_(structured))
-    forced = force_tool_calls(
-        engine.tokenizer,
-        dialect.tool_parser,
-        tool_use.tools,
-        is_parallel=(is_free or not is_one) if tool_use.is_parallel is None else tool_use.is_parallel,
-        is_closed=not call.has_open_schemas,
-        patterns=tool_use.patterns,
-        fields=tool_use.fields,
-        allowed=tool_use.allowed,
-        is_free=is_free,
-    )
+    asked = {
+        "tools": tool_use.tools,
+        "is_parallel": (is_free or not is_one) if tool_use.is_parallel is None else tool_use.is_parallel,
+        "is_closed": not call.has_open_schemas,
+        "patterns": tool_use.patterns,
+        "fields": tool_use.fields,
+        "allowed": None if tool_use.allowed is None else sorted(tool_use.allowed),
+        "is_free": is_free,
+    }
+    forced = engine.grammars.written(partial(force_tool_calls, engine.tokenizer, dialect.tool_parser), asked)
     if tool_use.mode == "required" or structured is None:
         return _Target(compile_(forced.spec), forced.is_opened, forced.notes)
     compile_(structured)  # for its errors: as a part of a grammar, a schema's unknown keywords are ignored

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -38,6 +38,9 @@ _MAX_CACHED_CHARS = 256 * 1024
 
 _LEAST_CHARS = _MAX_CACHED_CHARS // 128
 """What a grammar counts at least, so that at most 128 are kept."""
+
+_MAX_REMEMBERED_CHARS = 4 * 2**20
+"""Limits what grammars are remembered to be written from: an agent's tools take some ten thousand characters."""
 
 _STACK_BYTES = 256 * 2**20
 """Three times what the deepest grammars of `MAX_SOURCE_CHARS` need; a stack overflow in native code ends the process.
@@ -76,6 +79,17 @@ class GrammarCompiler:
         self._cache = Recent[StructuredSpec, CompiledGrammar](
             _MAX_CACHED_CHARS, lambda spec, grammar: max(len(spec.source), _LEAST_CHARS)
         )
+        self._written = Recent[str, Any](_MAX_REMEMBERED_CHARS, lambda given, written: len(given))
+
+    def written(self, write: Callable[..., T], given: Mapping[str, Any]) -> T:
+        """What `write(**given)` returns. Clients send the same tools at every turn, and to write their grammar may take
+        half a second; so the most recent results are kept. `given` is JSON, and one engine has one `write`."""
+        key = json.dumps(given)
+        written: T | None = self._written.get(key)
+        if written is None:
+            written = write(**given)
+            self._written.put(key, written)
+        return written
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
         """Raises `InvalidRequestError` with the reason if the grammar is invalid, too long or too complex, and

@@ -9,9 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from mlx_server.api.answers import chat_plan
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.engine.text.chat import ChatFormatter
+from mlx_server.engine.tools.grammar import force_tool_calls
 from tests.api.fakes import say
 from tests.api.sse import bodies
 from tests.api.worlds import World, user
@@ -379,6 +381,18 @@ async def test_only_the_allowed_tools_are_called_and_the_prompt_stays_the_same(w
     world.engine.script = say("Hello")
     await world.chat(tools=[TOOL, OTHER, THIRD])
     assert len({request.prompt_token_ids for request in world.engine.requests}) == 1
+
+
+async def test_a_grammar_is_written_once_for_the_same_tools(world: World, monkeypatch: pytest.MonkeyPatch):
+    written = []
+    monkeypatch.setattr(
+        chat_plan, "force_tool_calls", lambda *given, **more: written.append(more) or force_tool_calls(*given, **more)
+    )
+    become(world, "glm47")
+    for choice in (allowing("required", "other"), "required", "required", allowing("required", "other")):
+        answer = (await world.chat(tools=[TOOL, OTHER], tool_choice=choice)).json()
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert [more["allowed"] for more in written] == [["other"], None]
 
 
 async def test_tools_that_may_be_called_are_all_that_the_model_sees(world: World):
