@@ -41,8 +41,7 @@ MAX_NAME_CHARS = 1024
 """Length of the name of a model or tool: room for a long path."""
 
 MAX_ECHO_CHARS = 1024 * 1024
-"""What an answer repeats of its request: tools, metadata, instructions. A stream's opening encodes it three times on
-the event loop, in up to a fifth of a second."""
+"""What an answer and three events of its stream repeat of its request: tools, metadata, instructions."""
 
 _MAX_DEPTH = 200
 """Of the parser: how many lists and objects may be around a value."""

@@ -78,7 +78,12 @@ def data(body: Mapping[str, Any]) -> bytes:
 
 def named(event: str, body: Mapping[str, Any]) -> bytes:
     """An event with an `event:` line, which Anthropic's protocol and the Responses API require."""
-    return b"event: %b\ndata: %b\n\n" % (event.encode(), encode(body))
+    return named_json(event, to_json(body, inf_nan_mode="null"))
+
+
+def named_json(event: str, encoded: bytes) -> bytes:
+    """The same for a body that is JSON already."""
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), _one_line(encoded))
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

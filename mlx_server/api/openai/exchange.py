@@ -53,8 +53,8 @@ class Writer(Protocol):
     keep_alive: bytes = sse.KEEP_ALIVE
     media_type: str = sse.EVENT_STREAM
 
-    def full_body(self, answer: Answer) -> dict[str, Any]:
-        """Returns the body of an answer that is not streamed."""
+    def full_body(self, answer: Answer) -> dict[str, Any] | bytes:
+        """Returns the body of an answer that is not streamed; bytes are JSON already."""
         ...
 
     def opening(self, has_output: bool) -> bytes:
@@ -144,7 +144,8 @@ class Exchange:
             answer = await collect(generation, self.body.num_samples)
         headers, sampling = self._headers(plan), self.sampling
         if sampling.logprobs is None and sampling.prompt_logprobs is None and not self.body.return_token_ids:
-            content = to_json(writer.full_body(answer), inf_nan_mode="null")
+            body = writer.full_body(answer)
+            content = body if isinstance(body, bytes) else to_json(body, inf_nan_mode="null")
         else:  # 20 tokens at each of thousands of positions, or the prompt's ids for each of a thousand choices
             content = await self.turn.in_thread(lambda: encode_in_pieces(writer.full_body(answer), "choices"))
         await writer.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,12 +17,13 @@ from mlx_server.api.answers.generation import Finish, OutputEvent, in_order
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.http.request_bounds import MAX_ECHO_CHARS
+from mlx_server.api.http.text_turns import encode_in_pieces
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.output import cached_tokens
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
 from mlx_server.api.openai.responses.request import ClientTool, Reasoning, ResponsesRequest
-from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, StoredResponse
+from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, KeptResponses, StoredResponse
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
@@ -50,26 +51,29 @@ class ResponseWriter(Writer):
         exchange: Exchange,
         request: ResponsesRequest,
         store: KeptResponses | None,
-        input_items: tuple[KeptItem, ...],
+        input_items: KeptItems,
+        echo: bytes,
     ) -> None:
-        """`store` keeps the response and its `input_items` from the start; None keeps nothing."""
+        """`store` keeps the response and its `input_items` from the start; None keeps nothing. `echo` is what `echoed`
+        has made of the request."""
         # The id is a key to what is kept, so clients cannot choose it.
         self.response_id = f"resp_{uuid.uuid4().hex}"
-        self._first_body = {"id": self.response_id, **_head(exchange.model_name, request, exchange.sampling)}
-        self._body = self._first_body
+        self._members = {"id": self.response_id, **_members(exchange.model_name, request, exchange.sampling)}
+        self._echo = echo
         self._store = store
         self._input_items = input_items
+        self._response = self._as("in_progress")
         reasoning = _SUMMARY if request.reasoning is not None and request.reasoning.summary else _REASONING
         self._items = OutputItems({tool.name: tool for tool in request.client_tools()}, reasoning)
         self._numbers = itertools.count()
 
-    def full_body(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> bytes:
         (choice,) = answer.choices
         for _ in self._items.append(choice):
             pass
-        self._body = self._ending(answer.finish, answer.usage)
+        self._response = self._ending(answer.finish, answer.usage)
         self._put()
-        return self._body
+        return self._response.body()
 
     def opening(self, has_output: bool) -> bytes:
         self._put()
@@ -82,11 +86,11 @@ class ResponseWriter(Writer):
         return written
 
     def closing(self) -> bytes:
-        return self._with_body(_LAST_EVENTS[self._body["status"]])
+        return self._with_body(_LAST_EVENTS[self._response.status])
 
     def failure(self, error: ErrorInfo) -> bytes:
         failed = {"code": "server_error", "message": error.message}
-        self._update({**self._first_body, "status": "failed", "output": self._items.cut_off(), "error": failed})
+        self._update(self._as("failed", self._items.cut_off(), error=failed))
         return self.closing()
 
     async def settle(self) -> None:
@@ -94,33 +98,40 @@ class ResponseWriter(Writer):
             await self._store.settle()
 
     def close(self) -> None:
-        if self._body["status"] == "in_progress":
-            self._update({**self._body, "status": "cancelled", "output": self._items.cut_off()})
+        if self._response.is_in_progress:
+            self._update(self._as("cancelled", self._items.cut_off()))
             if self._store is not None:
                 self._store.settle_later()
 
-    def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
+    def _ending(self, finish: Finish, usage: Usage) -> StoredResponse:
         status = _status(finish)
-        return {
-            **self._first_body,
-            "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if finish.reason == "length" else None,
-            "output": self._items.done,
-            "usage": usage_body(usage),
-        }
+        return self._as(
+            status,
+            self._items.done,
+            completed_at=int(time.time()) if status == "completed" else None,
+            incomplete_details={"reason": "max_output_tokens"} if finish.reason == "length" else None,
+            usage=usage_body(usage),
+        )
+
+    def _as(self, status: str, output: Iterable[Item] = (), **changed: Any) -> StoredResponse:
+        head = b"{%b,%b}" % (to_json({**self._members, **changed})[1:-1], self._echo)
+        items = KeptItems.of(map(KeptItem.of, output))
+        return StoredResponse(self.response_id, status, head, self._input_items, items)
 
     def _put(self) -> None:
         if self._store is not None:
-            self._store.put(StoredResponse.of(self._body, self._input_items))
+            self._store.put(self._response)
 
-    def _update(self, body: dict[str, Any]) -> None:
-        self._body = body
+    def _update(self, response: StoredResponse) -> None:
+        self._response = response
         if self._store is not None:
-            self._store.update(body)
+            self._store.update(response)
 
     def _with_body(self, kind: str) -> bytes:
-        return self._encode({"type": kind, "response": self._body})
+        number = next(self._numbers)
+        return sse.named_json(
+            kind, b'{"type":"%b","sequence_number":%d,"response":%b}' % (kind.encode(), number, self._response.body())
+        )
 
     def _encode(self, event: Event) -> bytes:
         return sse.named(event["type"], {**event, "sequence_number": next(self._numbers)})
@@ -131,61 +142,60 @@ def _status(finish: Finish) -> str:
     return "incomplete" if finish.cuts_call else _STATUSES[finish.reason]
 
 
-def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """The body of a response without output: mostly what the request says."""
-    reasoning, text = request.reasoning, request.text
+def _members(model: str, request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
+    """The body of a response without its status, its output, and what `echoed` has."""
     return {
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "status": "in_progress",
         "background": False,
         "error": None,
         "frequency_penalty": sampling.frequency_penalty,
         "incomplete_details": None,
-        "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
-        "metadata": request.metadata or {},
         "model": model,
-        "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "presence_penalty": sampling.presence_penalty,
         "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": (reasoning or Reasoning()).model_dump(),
-        "safety_identifier": request.safety_identifier,
+        "reasoning": (request.reasoning or Reasoning()).model_dump(),
         "service_tier": "default",
         "store": request.store is not False,
         "temperature": sampling.temperature,
-        "text": {"format": (text and text.format) or {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [_shown(tool) for tool in request.tools or ()],
         "top_logprobs": 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
+    }
+
+
+def echoed(request: ResponsesRequest) -> bytes:
+    """What answers and several events repeat of a request, as JSON: the members without braces. Any thread. Raises
+    `InvalidRequestError` if it is too long."""
+    members = {
+        "instructions": request.instructions,
+        "metadata": request.metadata or {},
+        "prompt_cache_key": request.prompt_cache_key,
+        "safety_identifier": request.safety_identifier,
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_shown(tool) for tool in request.tools or ()],
         "user": request.user,
     }
+    echo = encode_in_pieces(members)[1:-1]
+    num_chars = len(echo.decode())
+    if num_chars > MAX_ECHO_CHARS:
+        raise InvalidRequestError(
+            f"instructions, metadata, tools, tool_choice, user and text have {num_chars} characters together, as JSON; "
+            f"answers repeat them, up to {MAX_ECHO_CHARS}. Shorten them."
+        )
+    return echo
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """A tool with all members that functions have in a response."""
     missing = {"description": None, "parameters": None, "strict": None} if tool.get("type") == "function" else {}
     return {**missing, **tool}
-
-
-def check_echo(request: ResponsesRequest) -> None:
-    """Raises `InvalidRequestError` if each answer and several events would repeat too much of the request."""
-    text = request.text and request.text.format
-    ids = [request.user, request.prompt_cache_key, request.safety_identifier]
-    repeated = [request.instructions, request.metadata, *(request.tools or ()), request.tool_choice, *ids, text]
-    num_chars = sum(len(to_json(part).decode()) for part in repeated)
-    if num_chars > MAX_ECHO_CHARS:
-        raise InvalidRequestError(
-            f"instructions, metadata, tools, tool_choice, user and text have {num_chars} characters together, as JSON; "
-            f"answers repeat them, up to {MAX_ECHO_CHARS}. Shorten them."
-        )
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.items import normalise_input, referenced_ids, with_own_ids
-from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
+from mlx_server.api.openai.responses.output import ResponseWriter, echoed
 from mlx_server.api.openai.responses.request import ResponsesRequest
-from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, total_bytes, written
+from mlx_server.api.openai.responses.store import KeptItem, KeptItems, KeptResponses, total_bytes, written
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 
@@ -43,7 +43,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     reading = await _Reading.open(body, store)
     plan = await exchange.plan(reading.call)
     keeping = None if body.store is False else store
-    return await exchange.answer(plan, ResponseWriter(exchange, body, keeping, reading.input_items))
+    return await exchange.answer(plan, ResponseWriter(exchange, body, keeping, reading.input_items, reading.echo))
 
 
 @router.post("/v1/responses/input_tokens")
@@ -68,12 +68,13 @@ async def compact() -> Response:
 
 class _Reading:
     """A request's input, with the earlier items that it continues or refers to. `call` reads it, in the thread that
-    plans the chat, and sets `input_items`."""
+    plans the chat, and sets `input_items` and `echo`."""
 
     def __init__(
         self, body: ResponsesRequest, earlier: tuple[KeptItem, ...], referenced: Mapping[str, KeptItem]
     ) -> None:
-        self.input_items: tuple[KeptItem, ...] = ()
+        self.input_items = KeptItems()
+        self.echo = b""
         self._body = body
         self._earlier = earlier
         self._referenced = referenced
@@ -95,14 +96,14 @@ class _Reading:
     def call(self, images: ImageParts | None) -> ChatCall:
         """Raises `InvalidRequestError`."""
         body, earlier = self._body, self._earlier
-        check_echo(body)
+        self.echo = echoed(body)
         referenced = {item_id: item.read() for item_id, item in self._referenced.items()}
         items = normalise_input(body.input, referenced, keeps_images=images is not None)
         call = body.call(images, items, [item.read() for item in earlier])
         if body.store is not False:
             known = {id(item): self._referenced[item_id] for item_id, item in referenced.items()}
             kept = with_own_ids(items, [item.id for item in earlier])
-            self.input_items = (*earlier, *(known.get(id(item)) or KeptItem.of(item) for item in kept))
+            self.input_items = KeptItems.of((*earlier, *(known.get(id(item)) or KeptItem.of(item) for item in kept)))
         return call
 
 
@@ -152,7 +153,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The items of a response's prompt, a page at a time."""
-    items = list((await store.get(response_id)).input_items)
+    items = list((await store.get(response_id)).input.items)
     if order == "desc":
         items.reverse()
     ids = [item.id for item in items]

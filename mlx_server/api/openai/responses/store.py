@@ -66,6 +66,19 @@ _ITEM_BYTES = sys.getsizeof(KeptItem("", b"")) + sys.getsizeof(b"") + 8
 
 
 @dataclass(frozen=True, slots=True)
+class KeptItems:
+    """Items in order; `num_bytes` of memory."""
+
+    items: tuple[KeptItem, ...] = ()
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, items: Iterable[KeptItem]) -> KeptItems:
+        kept = tuple(items)
+        return cls(kept, total_bytes(kept))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response's body, and all items of its prompt, those of earlier responses included."""
 
@@ -73,16 +86,12 @@ class StoredResponse:
     status: str
     head: bytes
     """The body without its status and its output."""
-    input_items: tuple[KeptItem, ...]
-    output: tuple[KeptItem, ...]
-    num_bytes: int
+    input: KeptItems
+    output: KeptItems = KeptItems()
 
-    @classmethod
-    def of(cls, body: Mapping[str, Any], input_items: tuple[KeptItem, ...]) -> StoredResponse:
-        head = to_json({name: value for name, value in body.items() if name not in ("status", "output")})
-        output = tuple(KeptItem.of(item) for item in body["output"])
-        num_bytes = sys.getsizeof(head) + total_bytes(input_items) + total_bytes(output)
-        return cls(body["id"], body["status"], head, input_items, output, num_bytes)
+    @property
+    def num_bytes(self) -> int:
+        return sys.getsizeof(self.head) + self.input.num_bytes + self.output.num_bytes
 
     @property
     def is_in_progress(self) -> bool:
@@ -91,12 +100,12 @@ class StoredResponse:
     @property
     def items(self) -> tuple[KeptItem, ...]:
         """The conversation with the answer, which the next response continues."""
-        return (*self.input_items, *self.output)
+        return self.input.items + self.output.items
 
     def packed(self) -> bytes:
         """All of it as lines of JSON; the first line says what the others are."""
         ids = [item.id for item in self.items]
-        first = to_json({"id": self.id, "status": self.status, "items": ids, "num_input_items": len(self.input_items)})
+        first = to_json({"id": self.id, "status": self.status, "items": ids, "num_input_items": len(self.input.items)})
         return b"\n".join((first, self.head, *(item.text for item in self.items)))
 
     @classmethod
@@ -105,13 +114,12 @@ class StoredResponse:
         known = json.loads(first)
         items = tuple(KeptItem(item_id, text) for item_id, text in zip(known["items"], texts, strict=True))
         num_input = known["num_input_items"]
-        num_bytes = sys.getsizeof(head) + total_bytes(items)
-        return cls(known["id"], known["status"], head, items[:num_input], items[num_input:], num_bytes)
+        return cls(known["id"], known["status"], head, KeptItems.of(items[:num_input]), KeptItems.of(items[num_input:]))
 
     def body(self, status: str | None = None) -> bytes:
         """The body as JSON, with another status if one is given."""
         status_text = to_json(self.status if status is None else status)
-        return b'%b,"status":%b,"output":%b}' % (self.head[:-1], status_text, written(self.output))
+        return b'%b,"status":%b,"output":%b}' % (self.head[:-1], status_text, written(self.output.items))
 
 
 def written(items: Iterable[KeptItem]) -> bytes:
@@ -143,16 +151,18 @@ class OwnerResponses:
             self.responses.move_to_end(response_id)
         return found
 
-    def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
-        """The kept items with these ids; finding them is a use of their responses."""
+    async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
+        """The kept items with these ids; finding them is a use of their responses. Streams go on between one response
+        and the next, since all of them may have a million items."""
         found: dict[str, KeptItem] = {}
-        for response in list(reversed(self.responses.values())) if ids else ():
+        for response in list(reversed(self.responses.values())):
+            if len(found) == len(ids):
+                break
             new = {item.id: item for item in response.items if item.id in ids and item.id not in found}
             if new:
                 found.update(new)
-                self.responses.move_to_end(response.id)
-            if len(found) == len(ids):
-                break
+                self.find(response.id)
+            await asyncio.sleep(0)
         return found
 
     def drop(self, response_id: str) -> bool:
@@ -269,11 +279,10 @@ class KeptResponses:
         self._owned.put(response)
         self._store.make_room()
 
-    def update(self, body: Mapping[str, Any]) -> None:
-        """Replaces its body, unless it was deleted."""
-        known = self._owned.responses.get(body["id"])
-        if known is not None:
-            self.put(StoredResponse.of(body, known.input_items))
+    def update(self, response: StoredResponse) -> None:
+        """Replaces it, unless it was deleted."""
+        if response.id in self._owned.responses:
+            self.put(response)
 
     async def settle(self) -> None:
         """Moves it to the shared store, once it has ended."""
@@ -310,7 +319,7 @@ class KeptResponses:
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """The kept items with these ids. Raises like `find`."""
-        found = self._owned.find_items(ids)
+        found = await self._owned.find_items(ids)
         missing = set(ids) - found.keys()
         if missing and self._shared is not None:
             wanted, what = json.dumps(sorted(missing)), f"item {min(missing)}"

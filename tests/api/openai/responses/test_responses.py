@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
 from dataclasses import replace
@@ -14,7 +15,7 @@ from openai.types.responses import Response
 
 from mlx_server.api.app import create_app
 from mlx_server.api.errors import NotFoundError
-from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, ResponseStore, StoredResponse
+from mlx_server.api.openai.responses.store import KeptItem, KeptItems, KeptResponses, ResponseStore, StoredResponse
 from mlx_server.config import Config
 from tests.api.fakes import say
 from tests.api.worlds import World
@@ -391,7 +392,7 @@ async def test_choices_of_tools_are_told_in_this_protocols_form(world: World, ch
 
 def stored(response_id: str, num_items: int = 0) -> StoredResponse:
     items = [KeptItem.of({"id": f"{response_id}{index}", "text": "x" * 100}) for index in range(num_items)]
-    return StoredResponse.of({"id": response_id, "status": "completed", "output": []}, tuple(items))
+    return StoredResponse(response_id, "completed", b"{}", KeptItems.of(items))
 
 
 async def test_the_store_forgets_what_was_not_used_for_longest():
@@ -401,7 +402,7 @@ async def test_the_store_forgets_what_was_not_used_for_longest():
     assert await kept.find("a") is not None
     kept.put(stored("c"))
     assert [await kept.find(response_id) is not None for response_id in ("a", "b", "c")] == [True, False, True]
-    kept.update({"id": "b", "status": "completed", "output": []})
+    kept.update(stored("b"))
     with pytest.raises(NotFoundError):
         await kept.get("b")
 
@@ -440,10 +441,24 @@ async def test_a_response_that_grows_is_counted_again():
     kept, owned = KeptResponses(store, None, "owner"), store.of_owner("owner")
     kept.put(stored("a"))
     before = owned.num_bytes
-    kept.update({"id": "a", "status": "completed", "output": [{"id": "m", "text": "x" * 5000}]})
+    kept.update(replace(stored("a"), output=KeptItems.of([KeptItem.of({"id": "m", "text": "x" * 5000})])))
     assert owned.num_bytes > before + 5000
     await kept.delete("a")
     assert owned.num_bytes == 0
+
+
+async def test_streams_go_on_while_items_are_looked_for():
+    kept = KeptResponses(ResponseStore(), None, "owner")
+    for index in range(20):
+        kept.put(stored(f"r{index}-", num_items=3))
+    finding = asyncio.create_task(kept.find_items(["r0-1", "r19-1", "none"]))
+    num_turns = 0
+    while not finding.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert (await finding).keys() == {"r0-1", "r19-1"}
+    assert num_turns >= 20
+    assert list(kept._owned.responses)[-2:] == ["r19-", "r0-"], "finding an item is a use of its response"
 
 
 async def test_fields_that_nobody_reads_are_not_kept(world: World):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
+from mlx_server.api.http import sse, text_turns
+from mlx_server.api.openai import exchange
+from mlx_server.api.openai.responses import output, store
 from mlx_server.errors import EngineDeadError
 from tests.api.fakes import say
 from tests.api.worlds import World, passed, until
@@ -142,6 +147,31 @@ async def test_a_stream_joins_to_the_same_response(world: World):
     assert stripped(joined) == stripped(whole)
     assert joined.status == "completed"
     assert await world.openai.responses.retrieve(joined.id)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_answers_repeat_is_not_encoded_on_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    """A megabyte of tools takes 8 ms, in which all streams would stand still."""
+    sizes: list[int] = []
+
+    def watched(*args: Any, **options: Any) -> bytes:
+        encoded = to_json(*args, **options)
+        if threading.current_thread() is threading.main_thread():
+            sizes.append(len(encoded))
+        return encoded
+
+    for module in (exchange, output, sse, store, text_turns):
+        monkeypatch.setattr(module, "to_json", watched)
+    world.engine.max_model_len = 20_000
+    tools = [{**WEATHER, "description": "é\u2028" * 2000}]
+    answer = await world.http.post("/v1/responses", json={"input": "Hi", "stream": stream, "tools": tools})
+    assert answer.text.count("é") >= 2000 * (3 if stream else 1)
+    if stream:
+        assert len(answer.text.splitlines()) == answer.text.count("\n"), "clients of SSE end lines where Unicode does"
+    assert sizes
+    assert max(sizes) < 2000
 
 
 async def test_an_empty_answer_has_no_item(world: World):
