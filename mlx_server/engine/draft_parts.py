@@ -18,7 +18,7 @@ from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.config import BLOCK_SIZE, WHOLE_WEIGHTS, Config
-from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner
+from mlx_server.engine.loading import find_model, make_model_runner
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
 from mlx_server.engine.memory.need import estimate_heads
@@ -26,6 +26,7 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, num_with_features
 from mlx_server.runtime.attention.regroup import Scope
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.drafts.assistant import AssistantModel, read_assistant, reads
 from mlx_server.runtime.drafts.block_drafter import BlockModel, read_block_drafter
 from mlx_server.runtime.drafts.drafter import load_drafter

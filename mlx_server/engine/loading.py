@@ -12,20 +12,12 @@ from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.prefixes.model_on_disk import fingerprint
 from mlx_server.errors import DownloadError, ModelLoadError, ModelNotFoundError
 from mlx_server.model_entries import Adapter
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.layers.adapter_files import ADAPTER_FILES, check_files, merged_adapter
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_adapter, find_folder
-
-
-@dataclass(frozen=True, slots=True)
-class PoolRoom:
-    """The memory limits of `make_runner`."""
-
-    max_num_tokens: int
-    kv_limit_bytes: int
-    state_limit_bytes: int
 
 
 def find_model(settings: ModelConfig) -> Path | None:
@@ -74,11 +66,9 @@ def make_model_runner(config: Config, loaded: LoadedModel, room: PoolRoom) -> Pi
     """`make_runner` with the configuration's settings."""
     return make_runner(
         loaded,
+        room,
         backend=config.model.attention_backend,
         pool=config.cache,
-        max_num_tokens=room.max_num_tokens,
-        kv_limit_bytes=room.kv_limit_bytes,
-        state_limit_bytes=room.state_limit_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         drafts=config.drafts,
         batch_invariant=config.model.batch_invariant,

@@ -28,7 +28,6 @@ from mlx_server.engine.draft_parts import (
 from mlx_server.engine.embeddings import InputReader, Pooling
 from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.loading import (
-    PoolRoom,
     draft_model_named,
     find_content,
     find_model,
@@ -45,6 +44,7 @@ from mlx_server.engine.text.chat import TextTools
 from mlx_server.engine.vision.seeing import SeeingModel, load_if_seeing
 from mlx_server.errors import ConfigError
 from mlx_server.kv_disk.disk import KvDisk
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner

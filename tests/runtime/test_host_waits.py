@@ -13,6 +13,7 @@ import pytest
 
 from mlx_server.config import CacheConfig
 from mlx_server.outputs import NewRequestData, ScheduledChunk, SchedulerOutput
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import make_runner
@@ -45,12 +46,10 @@ def runner_of(model_type: str) -> ModelRunner:
     runner, info = exhaust(
         make_runner(
             tiny_vlm(model_type).loaded,
+            PoolRoom(256, 2**28, 2**28),
             backend="auto",
             pool=CacheConfig(num_kv_blocks=32),
-            max_num_tokens=256,
             max_num_seqs=2,
-            kv_limit_bytes=2**28,
-            state_limit_bytes=2**28,
         )
     )
     assert info.no_vision == ""

@@ -23,6 +23,7 @@ from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.attention.seam import check_seam, install_seam
 from mlx_server.runtime.cache.block_tables import BlockTables
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.forward import RowSelector
 from mlx_server.runtime.kernels.trials import exhaust
@@ -172,12 +173,10 @@ def test_what_cannot_be_paged_is_refused_by_name(model, words):
         exhaust(
             make_runner(
                 loaded,
+                PoolRoom(256, 2**30, 2**30),
                 backend="reference",
                 pool=CacheConfig(num_kv_blocks=8),
-                max_num_tokens=256,
                 max_num_seqs=4,
-                kv_limit_bytes=2**30,
-                state_limit_bytes=2**30,
             )
         )
 
@@ -395,12 +394,10 @@ def test_unloading_gives_the_memory_back(tmp_path):
     runner, info = exhaust(
         make_runner(
             loaded,
+            PoolRoom(10**6, 2**30, 2**30),
             backend="reference",
             pool=CacheConfig(kv_cache_memory="64MB"),
-            max_num_tokens=10**6,
             max_num_seqs=4,
-            kv_limit_bytes=2**30,
-            state_limit_bytes=2**30,
         )
     )
     num_weight_bytes = sum(array.nbytes for _, array in nn.utils.tree_flatten(loaded.model.parameters()))
@@ -468,12 +465,10 @@ def test_a_vocabulary_that_is_not_the_logits_width_is_refused():
         exhaust(
             make_runner(
                 loaded,
+                PoolRoom(256, 2**30, 2**30),
                 backend="reference",
                 pool=CacheConfig(num_kv_blocks=8),
-                max_num_tokens=256,
                 max_num_seqs=4,
-                kv_limit_bytes=2**30,
-                state_limit_bytes=2**30,
             )
         )
 

@@ -36,9 +36,9 @@ from mlx_server.engine.distributed.rank_link import (
     shared_settings,
 )
 from mlx_server.engine.distributed.ranks import Load, MakeRunner, Ranks, described_runner, described_weights
-from mlx_server.engine.loading import PoolRoom
 from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.executor import MLXThread, StepRunner
 from mlx_server.runtime.layers.sharding import Group, from_first, join_group
 from mlx_server.runtime.memory import MemoryReading, read_memory

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from mlx_server.config import FULL_KV, Config
-from mlx_server.engine.loading import PoolRoom
 from mlx_server.environment import install_command
 from mlx_server.errors import ConfigError
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.executor import StepRunner
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.memory import MemoryReading, read_memory

@@ -18,7 +18,7 @@ from mlx_server.engine.vision.families import most_pixels
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import HELD_STATES
-from mlx_server.runtime.cache.layers import plan_pools
+from mlx_server.runtime.cache.layers import PoolRoom, plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
 from mlx_server.runtime.kernels.gpu.backend import most_metal_cores
@@ -371,10 +371,8 @@ def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) 
     plan = plan_pools(
         cache,
         config.cache,
-        max_num_tokens=_NO_BOUND,
+        PoolRoom(_NO_BOUND, _NO_BOUND, _NO_BOUND),
         max_num_seqs=min(config.scheduler.max_num_seqs, _FIRST_STATES),
-        kv_limit_bytes=_NO_BOUND,
-        state_limit_bytes=_NO_BOUND,
         drafts=config.drafts,
     )
     return plan.first_bytes // config.fleet.tensor_parallel_size

@@ -157,11 +157,21 @@ def _paged(index: int, cache: Any) -> PagedLayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolRoom:
+    """The most tokens of all running requests, the memory that a model's pools may take in all, and the memory that is
+    free now, shares of which are for recurrent states, whose number is fixed."""
+
+    max_num_tokens: int
+    kv_limit_bytes: int
+    state_limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Slots for the recurrent states of `num_slots` requests, `num_spares` of which may draft at a time, and of
+    """Slots for the recurrent states of `max_num_seqs` requests, `num_spares` of which may draft at a time, and of
     `num_checkpoints` prefixes, with `state_bytes` in all; and `num_blocks` blocks, which may grow to `max_blocks`."""
 
-    num_slots: int
+    max_num_seqs: int
     num_spares: int
     num_checkpoints: int
     state_bytes: int
@@ -172,7 +182,7 @@ class PoolPlan:
     @property
     def all_slots(self) -> int:
         """Slots for states of running requests, including those behind drafts."""
-        return self.num_slots + self.num_spares
+        return self.max_num_seqs + self.num_spares
 
     @property
     def first_bytes(self) -> int:
@@ -181,25 +191,14 @@ class PoolPlan:
 
 
 def plan_pools(
-    cache: PagedKVCache,
-    settings: CacheConfig,
-    *,
-    max_num_tokens: int,
-    max_num_seqs: int,
-    kv_limit_bytes: int,
-    state_limit_bytes: int,
-    drafts: bool,
+    cache: PagedKVCache, settings: CacheConfig, room: PoolRoom, *, max_num_seqs: int, drafts: bool
 ) -> PoolPlan:
-    """The pools of `cache` for at most `max_num_seqs` requests at a time with `max_num_tokens` tokens in all.
-
-    Everything may take `kv_limit_bytes`. Recurrent states, whose number is fixed, take shares of `state_limit_bytes`,
-    the memory that is free now; none are kept for prefixes unless prefixes are cached. Raises `InsufficientMemoryError`
-    or `ConfigError` if the pool asked for is impossible.
-    """
+    """The pools of `cache` for at most `max_num_seqs` requests at a time. No states are kept for prefixes unless
+    prefixes are cached. Raises `InsufficientMemoryError` or `ConfigError` if the pool asked for is impossible."""
     slot_bytes = cache.slot_bytes
-    num_slots = state_slots(slot_bytes, max_num_seqs, state_limit_bytes)
+    num_slots = state_slots(slot_bytes, max_num_seqs, room.state_limit_bytes)
     num_spares, num_checkpoints = kept_slots(
-        slot_bytes, num_slots, state_limit_bytes, drafts=drafts, prefixes=settings.prefix_caching
+        slot_bytes, num_slots, room.state_limit_bytes, drafts=drafts, prefixes=settings.prefix_caching
     )
     state_bytes = (num_slots + num_spares + num_checkpoints) * slot_bytes
     block_bytes = max(1, cache.block_bytes)  # some models keep nothing in blocks
@@ -208,8 +207,8 @@ def plan_pools(
         settings.kv_cache_memory,
         settings.num_kv_blocks,
         num_groups * block_bytes,
-        -(-max_num_tokens // BLOCK_SIZE),
-        kv_limit_bytes - state_bytes,
+        -(-room.max_num_tokens // BLOCK_SIZE),
+        room.kv_limit_bytes - state_bytes,
     )
     num_blocks = num_groups * (settings.num_kv_blocks or first_kv_blocks(max_blocks // num_groups))
     return PoolPlan(num_slots, num_spares, num_checkpoints, state_bytes, num_blocks, max_blocks, block_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from mlx_server.runtime.attention.interface import BidirectionalBackend
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
-from mlx_server.runtime.cache.layers import attention_specs, discover_layers, plan_pools
+from mlx_server.runtime.cache.layers import PoolPlan, PoolRoom, attention_specs, discover_layers, plan_pools
 from mlx_server.runtime.checks.image_probe import find_image_fault
 from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.checks.kv_loss import quantize_kv
@@ -99,30 +99,22 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerInfo:
-    """What the engine needs to know about a runner.
+class RunnerInfo(PoolPlan):
+    """What the engine needs to know about a runner: its pools, and more.
 
-    Its pool has `num_blocks` at first and may grow to `max_blocks`; a block has 32 tokens of one layer group. `windows`
-    are the tokens that each group sees, None for all. `level` says how much of the model runs group by group instead of
-    once a step. `max_num_seqs` is how many requests it has room for: as many as configured, unless each keeps much
-    recurrent state (`is_recurrent`). States take `state_bytes` in all, including `num_spares` behind drafts and
-    `num_checkpoints` for prefixes. `no_vision` says why the model takes no images; empty if it does.
+    A block has 32 tokens of one layer group. `windows` are the tokens that each group sees, None for all. `level` says
+    how much of the model runs group by group instead of once a step. `max_num_seqs` is how many requests it has room
+    for: as many as configured, unless each keeps much recurrent state (`is_recurrent`). `no_vision` says why the model
+    takes no images; empty if it does.
     """
 
-    num_blocks: int
-    max_blocks: int
-    block_bytes: int
     windows: tuple[int | None, ...]
     backend: str
     context_doubling_tokens: float
     level: str
-    max_num_seqs: int
     is_recurrent: bool
-    num_spares: int
-    num_checkpoints: int
-    state_bytes: int
-    first_steps: FirstSteps | None = None
-    no_vision: str = ""
+    first_steps: FirstSteps | None
+    no_vision: str
 
 
 def load(
@@ -226,25 +218,22 @@ def evaluate(arrays: Sequence[mx.array]) -> Pieces[None]:
 
 def make_runner(
     loaded: LoadedModel,
+    room: PoolRoom,
     *,
     backend: str,
     pool: CacheConfig,
-    max_num_tokens: int,
     max_num_seqs: int,
-    kv_limit_bytes: int,
-    state_limit_bytes: int,
     drafts: bool = False,
     batch_invariant: bool = False,
 ) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
     """A runner with its pools, after its logits were compared with plain mlx-lm's. MLX thread; yields where other
     models' steps may run in between.
 
-    The pool needs room for at most `max_num_tokens`, and may take `kv_limit_bytes`. It starts small, unless its number
-    of blocks is given. At most `max_num_seqs` requests run at a time. Recurrent states, whose number is fixed, take
-    shares of `state_limit_bytes`, the memory that is free now; with `drafts` there are also states behind drafts.
-    `batch_invariant` requires the same bits in every batch. Raises `ModelLoadError` if the model cannot be paged, gives
-    other logits in a ragged batch, or is not batch-invariant although it must be; `InsufficientMemoryError` or
-    `ConfigError` if the requested pool or backend is impossible.
+    The pool starts small, unless its number of blocks is given. At most `max_num_seqs` requests run at a time. With
+    `drafts` there are also recurrent states behind drafts. `batch_invariant` requires the same bits in every batch.
+    Raises `ModelLoadError` if the model cannot be paged, gives other logits in a ragged batch, or is not
+    batch-invariant although it must be; `InsufficientMemoryError` or `ConfigError` if the requested pool or backend is
+    impossible.
     """
     install_seam()
     layers = discover_layers(loaded.model)
@@ -275,35 +264,21 @@ def make_runner(
         yield 1.0
         mx.clear_cache()  # frees the memory of the probe
         if not no_vision:
-            runner.images = ImageEncoder(loaded.model, max_bytes=int(IMAGE_SHARE * kv_limit_bytes))
-            kv_limit_bytes -= runner.images.max_bytes
-        plan = plan_pools(
-            cache,
-            pool,
-            max_num_tokens=max_num_tokens,
-            max_num_seqs=max_num_seqs,
-            kv_limit_bytes=kv_limit_bytes,
-            state_limit_bytes=state_limit_bytes,
-            drafts=drafts,
-        )
+            runner.images = ImageEncoder(loaded.model, max_bytes=int(IMAGE_SHARE * room.kv_limit_bytes))
+            room = replace(room, kv_limit_bytes=room.kv_limit_bytes - runner.images.max_bytes)
+        plan = plan_pools(cache, pool, room, max_num_seqs=max_num_seqs, drafts=drafts)
         cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.all_slots, num_checkpoints=plan.num_checkpoints)
-        first_steps = yield from measure_first_steps(runner, plan.num_blocks, max_num_tokens)
+        first_steps = yield from measure_first_steps(runner, plan.num_blocks, room.max_num_tokens)
     except BaseException:
         runner.close()
         raise
     info = RunnerInfo(
-        num_blocks=plan.num_blocks,
-        max_blocks=plan.max_blocks,
-        block_bytes=plan.block_bytes,
+        **asdict(plan),
         windows=cache.windows,
         backend=cache.backend.name,
         context_doubling_tokens=context_doubling(loaded.model, loaded.vocab_size, loaded.setting),
         level=str(runner.forward.level),
-        max_num_seqs=plan.num_slots,
         is_recurrent=bool(cache.recurrent),
-        num_spares=plan.num_spares,
-        num_checkpoints=plan.num_checkpoints,
-        state_bytes=plan.state_bytes,
         first_steps=first_steps,
         no_vision=no_vision,
     )

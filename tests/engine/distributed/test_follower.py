@@ -27,8 +27,8 @@ from mlx_server.engine.distributed.rank_link import (
     shared_settings,
 )
 from mlx_server.engine.distributed.ranks import Load, MakeRunner
-from mlx_server.engine.loading import PoolRoom
 from mlx_server.outputs import SchedulerOutput
+from mlx_server.runtime.cache.layers import PoolRoom
 from tests.engine.distributed.worlds import END_S
 from tests.engine_worlds import make_folder, on_the_cpu
 from tests.ports import HOST, free_ports

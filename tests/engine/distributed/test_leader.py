@@ -15,9 +15,9 @@ from mlx_server.engine.distributed import leader as leader_module
 from mlx_server.engine.distributed.leader import Leader
 from mlx_server.engine.distributed.rank_link import Done, Failed, Heartbeat, Link, Memory, Message, RankLostError, Stop
 from mlx_server.engine.distributed.ranks import Load, MakeRunner
-from mlx_server.engine.loading import PoolRoom
 from mlx_server.errors import EngineDeadError, ModelLoadError
 from mlx_server.outputs import SchedulerOutput
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.memory import read_memory
 from tests.engine.distributed.test_rank_link import linked

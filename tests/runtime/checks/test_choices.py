@@ -12,6 +12,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.models.loader import LoadedModel, make_runner
 from tests.architectures import config_of
@@ -20,12 +21,10 @@ from tests.architectures import config_of
 def level_of(model: Any, config: dict[str, Any]) -> str:
     steps = make_runner(
         LoadedModel("sparse", model, config, None),
+        PoolRoom(512, 10**8, 10**8),
         backend="reference",
         pool=CacheConfig(num_kv_blocks=16),
-        max_num_tokens=512,
         max_num_seqs=4,
-        kv_limit_bytes=10**8,
-        state_limit_bytes=10**8,
     )
     return exhaust(steps)[1].level
 

@@ -17,7 +17,7 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.regroup import possible_levels
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
-from mlx_server.runtime.cache.layers import discover_layers
+from mlx_server.runtime.cache.layers import PoolRoom, discover_layers
 from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.product_choice import MakeForm, ProductTimes, gpu_products
@@ -88,12 +88,10 @@ def test_a_model_whose_logits_depend_on_the_batch_is_refused() -> None:
     loaded = LoadedModel("llama", model, dict(config), None)
     steps = make_runner(
         loaded,
+        PoolRoom(1000, 10**9, 10**8),
         backend=NATIVE_BACKEND,
         pool=CacheConfig(num_kv_blocks=64),
-        max_num_tokens=1000,
         max_num_seqs=4,
-        kv_limit_bytes=10**9,
-        state_limit_bytes=10**8,
         batch_invariant=True,
     )
     with pytest.raises(ModelLoadError, match="bits depend on the batch"):
@@ -109,12 +107,10 @@ def test_no_piece_of_a_load_computes_more_than_one_step() -> None:
     layer.__class__ = type("Counted", (type(layer),), {"__call__": lambda self, x: calls.append(1) or plain(self, x)})
     steps = make_runner(
         LoadedModel("llama", model, {"vocab_size": 96}, None),
+        PoolRoom(1000, 10**9, 10**8),
         backend=NATIVE_BACKEND,
         pool=CacheConfig(num_kv_blocks=64, kv_bits="8"),
-        max_num_tokens=1000,
         max_num_seqs=4,
-        kv_limit_bytes=10**9,
-        state_limit_bytes=10**8,
         batch_invariant=True,
     )
     counts = []

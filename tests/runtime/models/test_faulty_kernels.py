@@ -16,6 +16,7 @@ from mlx_server.config import CacheConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import ReferenceBackend
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import MakeKernel, PagedKernels, Scores
@@ -51,12 +52,10 @@ def load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> L
         config = {**tiny_model("llama").config, **heads}
         steps = make_runner(
             LoadedModel("llama", build_random(config, 0), config, None),
+            PoolRoom(1000, 10**9, 10**8),
             backend="auto",
             pool=CacheConfig(num_kv_blocks=64),
-            max_num_tokens=1000,
             max_num_seqs=4,
-            kv_limit_bytes=10**9,
-            state_limit_bytes=10**8,
             batch_invariant=batch_invariant,
         )
         return exhaust(steps)

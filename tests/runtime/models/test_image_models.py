@@ -18,6 +18,7 @@ from mlx_server.engine.vision.families import FAMILIES
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, find_image_fault, sees_both_ways
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
@@ -43,12 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probe(loaded: LoadedModel, backend: str = "auto") -> Pieces[tuple[ModelRunner, RunnerInfo]]:
     return make_runner(
         loaded,
+        PoolRoom(256, 2**28, 2**28),
         backend=backend,
         pool=CacheConfig(num_kv_blocks=16),
-        max_num_tokens=256,
         max_num_seqs=2,
-        kv_limit_bytes=2**28,
-        state_limit_bytes=2**28,
     )
 
 

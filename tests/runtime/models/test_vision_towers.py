@@ -18,6 +18,7 @@ from mlx_server.config import CacheConfig, Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.cache_views import UnpageableError
+from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.models import vision_towers
 from mlx_server.runtime.models.loader import load, make_runner
@@ -90,12 +91,10 @@ def blindness(folder: Path, **loading: Any) -> str:
     runner, info = exhaust(
         make_runner(
             loaded,
+            PoolRoom(256, 2**28, 2**28),
             backend="auto",
             pool=CacheConfig(num_kv_blocks=16),
-            max_num_tokens=256,
             max_num_seqs=2,
-            kv_limit_bytes=2**28,
-            state_limit_bytes=2**28,
         )
     )
     runner.close()
