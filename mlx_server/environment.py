@@ -1,5 +1,6 @@
 """The process around the package: the installed version, what installs an extra, the operating system, home and cache
-folders, standard streams, the limit of open files, and environment variables that libraries read on import."""
+folders, standard streams, the limit of open files, threads that it does not wait for when it ends, and environment
+variables that libraries read on import."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import platform
 import resource
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -138,6 +141,34 @@ def raise_file_limit(wanted: int) -> int:
         except (OSError, ValueError):
             logger.debug("The limit of open files stays at %d", soft)
     return soft
+
+
+def run_all(jobs: Sequence[Callable[[], None]], most: int, stop: threading.Event) -> None:
+    """Runs all jobs, up to `most` at a time, and waits for them. After the first error, which is raised, no more begin,
+    and `stop` is set, so that those in progress can end. They run on daemon threads: a process that ends does not wait
+    for these, as it would for a thread pool."""
+    todo, failures = iter(jobs), list[BaseException]()
+
+    def work() -> None:
+        try:
+            for job in todo:
+                if stop.is_set():
+                    return
+                job()
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(most, len(jobs)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()
+    if failures:
+        raise failures[0]
 
 
 def quiet_libraries() -> None:

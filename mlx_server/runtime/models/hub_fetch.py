@@ -13,13 +13,12 @@ The hub's file servers send at most 50 GB in one answer, so large files are requ
 from __future__ import annotations
 
 import os
-import queue
 import re
-import shutil
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,9 +31,10 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import get_session, hf_raise_for_status
 from tqdm.auto import tqdm
 
-from mlx_server.errors import DownloadError, InsufficientStorageError
+from mlx_server.environment import run_all
+from mlx_server.errors import DownloadError
 from mlx_server.runtime.models.folder import sha256_of
-from mlx_server.runtime.models.made_folders import storage_error
+from mlx_server.runtime.models.made_folders import check_space, storage_error
 from mlx_server.runtime.models.progress import Report, shown
 
 _ASK_S = 10.0
@@ -77,9 +77,11 @@ def fetch_snapshot(model: str, repo: str, patterns: Sequence[str]) -> Path:
         return _linked(repo, patterns)
     num_bytes = sum(file.num_bytes for file in files)
     large = [file for file in files if file.is_large]
-    _check_space(model, num_bytes - sum(_num_kept(repo, file) for file in large))
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    check_space(cache, f"fetching {model}", num_bytes - sum(_num_kept(repo, file) for file in large), "HF_HUB_CACHE")
     with shown(model, "fetching", num_bytes) as report:
-        _Downloads(repo, large, report).run()
+        _Downloads(repo, report).run(large)
         folder = _linked(repo, patterns)
         report(num_bytes - sum(file.num_bytes for file in large))
     return folder
@@ -126,54 +128,19 @@ def cache_error(name: str, error: OSError) -> DownloadError:
     return storage_error(name, error, folder=constants.HF_HUB_CACHE, variable="HF_HUB_CACHE")
 
 
-def _check_space(model: str, num_bytes: int) -> None:
-    cache = Path(constants.HF_HUB_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
-    if free < num_bytes:
-        raise InsufficientStorageError(
-            f"{cache} has {free / 1e9:.2f} GB free, and {model} needs {num_bytes / 1e9:.2f} GB more. Make room, or set "
-            "HF_HUB_CACHE to a folder on another disk."
-        )
-
-
 class _Downloads:
-    """Downloads several files of a model at a time, on daemon threads, so that the process can exit meanwhile."""
+    """Downloads several files of a model at a time."""
 
-    def __init__(self, repo: str, files: Sequence[_File], report: Report) -> None:
+    def __init__(self, repo: str, report: Report) -> None:
         self._repo = repo
         self._headers = build_hf_headers()
         self._report = report
         self._reporting = threading.Lock()
-        self._todo: queue.SimpleQueue[_File] = queue.SimpleQueue()
-        for file in files:
-            self._todo.put(file)
-        self._num_threads = min(_NUM_CONNECTIONS, len(files))
-        self._failure: BaseException | None = None
         self._stop = threading.Event()
 
-    def run(self) -> None:
+    def run(self, files: Sequence[_File]) -> None:
         """Waits until all files are complete. The first failure ends all downloads; what has arrived is kept."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._num_threads)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            self._stop.set()
-        if self._failure is not None:
-            raise self._failure
-
-    def _work(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._fetch(self._todo.get_nowait())
-        except queue.Empty:
-            return
-        except BaseException as error:
-            self._failure = self._failure or error
-            self._stop.set()
+        run_all([partial(self._fetch, file) for file in files], _NUM_CONNECTIONS, self._stop)
 
     def _fetch(self, file: _File) -> None:
         """Holds the lock of the hub's client, so one process at a time works on a file."""

@@ -93,7 +93,7 @@ def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
             return folder
         with scratch_folder(home() / "conversions" / f"{folder.name}.lock", f"makes {folder.name}") as work:
             if not is_made(folder, RECIPE_FILE, content):
-                check_space(work, f"{recipe.stage} {recipe.source}", recipe.needed_bytes)
+                check_space(home(), f"{recipe.stage} {recipe.source}", recipe.needed_bytes)
                 logger.info("%s %s; it is kept in %s.", recipe.stage.capitalize(), recipe.source, folder)
                 with shown(recipe.source, recipe.stage, sum(path.stat().st_size for path in recipe.files)) as report:
                     make(work, report)
@@ -169,13 +169,13 @@ def scratch_folder(lock: Path, work: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_space(folder: Path, action: str, needed_bytes: int) -> None:
-    """Raises `InsufficientStorageError` if the disk of `folder` has no room for `action`."""
+def check_space(folder: Path, action: str, needed_bytes: int, variable: str = "MLX_SERVE_HOME") -> None:
+    """Raises `InsufficientStorageError` if the disk of `folder`, which `variable` sets, has no room for `action`."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise InsufficientStorageError(
-            f"{home()} has {free / 1e9:.2f} GB free, and {action} needs up to {needed_bytes / 1e9:.2f} GB. "
-            "Make room, or set MLX_SERVE_HOME to a folder on another disk."
+            f"{folder} has {free / 1e9:.2f} GB free, and {action} needs up to {needed_bytes / 1e9:.2f} GB more. "
+            f"Make room, or set {variable} to a folder on another disk."
         )
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -248,7 +249,7 @@ def test_a_file_of_more_than_50_gb_goes_on_where_it_was(tmp_path: Path, monkeypa
     with (blobs / f"{file.etag}.incomplete").open("wb") as part:
         part.truncate(num_bytes - rest)
     reports: list[tuple[int, bool]] = []
-    hub_fetch._Downloads(NAME, [file], lambda count, was_kept=False: reports.append((count, was_kept))).run()
+    hub_fetch._Downloads(NAME, lambda count, was_kept=False: reports.append((count, was_kept))).run([file])
     assert Session.asked == [f"bytes={num_bytes - rest}-{num_bytes - 1}"]
     assert (blobs / file.etag).stat().st_size == num_bytes
     assert sum(count for count, was_kept in reports if not was_kept) == rest
@@ -312,9 +313,10 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_fetched(hub: Hub
     class Usage:
         free = NUM_BYTES
 
-    monkeypatch.setattr(hub_fetch.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(
-        InsufficientStorageError, match=r"has 0.01 GB free, and owner/model needs 0.01 GB more.*HF_HUB_CACHE"
+        InsufficientStorageError,
+        match=r"has 0.01 GB free, and fetching owner/model needs up to 0.01 GB more.*HF_HUB_CACHE",
     ):
         resolve_model(NAME)
     assert hub.asked == []

@@ -21,9 +21,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from mlx_server.environment import is_mac
+from mlx_server.environment import is_mac, run_all
 
 logger = logging.getLogger(__name__)
 
@@ -92,34 +93,17 @@ class _Builder:
     def make(self, units: Sequence[Unit], library: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
             objects = [Path(scratch, f"{index}.o") for index in range(len(units))]
-            self._compile_all(units, objects)
+            jobs = [
+                partial(self._check, [*self._compile(unit), "-c", str(unit.source), "-o", str(path)], unit.source)
+                for unit, path in zip(units, objects, strict=True)
+            ]
+            run_all(jobs, usable_cpus(), threading.Event())
             built = Path(scratch, library.name)
             self._check([*self.compiler, "-shared", *_FLAGS, *map(str, objects), "-o", str(built), *self.link], library)
             built.replace(library)
 
     def _compile(self, unit: Unit) -> list[str]:
         return [*self.compiler, *_FLAGS, *_set_flags(), *unit.flags]
-
-    def _compile_all(self, units: Sequence[Unit], paths: Sequence[Path]) -> None:
-        """On daemon threads: a process that ends does not wait for them, as it would for a thread pool."""
-        failures: list[NativeBuildError] = []
-        turns = threading.Semaphore(usable_cpus())
-
-        def work(unit: Unit, path: Path) -> None:
-            with turns:
-                try:
-                    if not failures:
-                        self._check([*self._compile(unit), "-c", str(unit.source), "-o", str(path)], unit.source)
-                except NativeBuildError as error:
-                    failures.append(error)
-
-        workers = [threading.Thread(target=work, args=both, daemon=True) for both in zip(units, paths, strict=True)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if failures:
-            raise failures[0]
 
     @staticmethod
     def _check(command: list[str], what: Path) -> None:
