@@ -214,9 +214,15 @@ class KvDisk:
         """Reads a block, which may be stored with a `rounding`. `on_done` gets the content on a thread of the tier, or
         None if it cannot be read or is not wanted when its turn comes. A block that waits to be written is returned as
         it was given."""
+
+        def read() -> None:
+            content = self._get(digest, rounding) if self.is_on and is_wanted() else None
+            self._end_read()
+            on_done(content)
+
         with self._waiting.condition:
             self._waiting.num_reads += 1
-        self._reads.put(lambda: self._read(digest, on_done, is_wanted, rounding))
+        self._reads.put(read)
 
     def room(self, largest: int = 0) -> int:
         """How many bytes `write` takes now. A content as large as `largest` is taken at least when nothing waits."""
@@ -261,22 +267,12 @@ class KvDisk:
     def _scan(self) -> None:
         """Finds the stored records. Nothing is written meanwhile, since it might exist already."""
         self._tried(self.store.scan)
-        with self._waiting.condition:
-            self._waiting.num_reads -= 1
-            self._waiting.condition.notify_all()
+        self._end_read()
 
-    def _read(
-        self,
-        digest: bytes,
-        on_done: Callable[[memoryview | None], None],
-        is_wanted: Callable[[], bool],
-        rounding: Rounding | None,
-    ) -> None:
-        content = self._get(digest, rounding) if self.is_on and is_wanted() else None
+    def _end_read(self) -> None:
         with self._waiting.condition:
             self._waiting.num_reads -= 1
             self._waiting.condition.notify_all()
-        on_done(content)
 
     def _get(self, digest: bytes, rounding: Rounding | None) -> memoryview | None:
         if (waiting := self._waiting.contents.get(digest)) is not None:
