@@ -154,19 +154,14 @@ class Regrouping:
         self._set.clear()
 
     def _stand_in(self, layer: Any, step: StepGroups, only_recurrent: bool) -> None:
-        if not isinstance(layer, nn.Module):
-            return
-        for name, child in layer.children().items():
-            stand_in: Any = None
-            if _takes_cache(child):
-                stand_in = RegroupedModule(child, step, only_recurrent=only_recurrent)
-            elif isinstance(child, list) and any(_takes_cache(part) for part in child):
-                stand_in = [
+        for name, child in layer.children().items() if isinstance(layer, nn.Module) else ():
+            parts = child if isinstance(child, list) else [child]
+            if any(map(_takes_cache, parts)):
+                stand_ins = [
                     RegroupedModule(part, step, only_recurrent=only_recurrent) if _takes_cache(part) else part
-                    for part in child
+                    for part in parts
                 ]
-            if stand_in is not None:
-                object.__setattr__(layer, name, stand_in)
+                object.__setattr__(layer, name, stand_ins if isinstance(child, list) else stand_ins[0])
                 self._set.append((layer, name))
 
 
