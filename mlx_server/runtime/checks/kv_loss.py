@@ -80,7 +80,7 @@ def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str
     measuring = _Measuring(runner, backend)
     yield from measuring.measure_whole(fixed_tokens(vocab_size))
     if kv_bits == AUTO_KV:
-        yield from _choose(measuring)
+        yield from measuring.choose()
         return
     bits = KvBits.of(kv_bits)
     loss = yield from measuring.store(bits)
@@ -120,14 +120,25 @@ class _Measuring:
         cache.backend = choose_backend(self._backend, attention_specs(cache.layers))
         return KvLoss.of(self._expected, (yield from all_logits(self._runner, self._token_ids)))
 
-    def store_whole(self) -> None:
-        cache = self._runner.cache
+    def choose(self) -> Generator[float, None, None]:
+        """Stores K/V in the fewest bits that lose too little for a warning, or unquantised."""
+        cache, reason = self._runner.cache, "quantised K/V lose too much"
+        for bits in map(KvBits.of, reversed(FEWER_KV)):
+            try:
+                loss = yield from self.store(bits)
+            except ConfigError as error:
+                reason = str(error)
+                break
+            if cache.backend.name != self._whole_backend.name:
+                reason = "no fast backend reads quantised K/V here"
+                break
+            logger.info("On fixed tokens, %s.", _measured(bits, loss))
+            if loss.divergence <= _WARNED_DIVERGENCE:
+                self.log_memory(bits)
+                return
         cache.quantize(None)
         cache.backend = self._whole_backend
-
-    def is_slower(self) -> bool:
-        """Whether the fastest backend cannot read these K/V, so that a slower one does."""
-        return self._runner.cache.backend.name != self._whole_backend.name
+        logger.info("K/V stay unquantised: %s", reason)
 
     def log_memory(self, bits: KvBits) -> None:
         cache = self._runner.cache
@@ -138,25 +149,6 @@ class _Measuring:
             share,
             cache.backend.name,
         )
-
-
-def _choose(measuring: _Measuring) -> Generator[float, None, None]:
-    reason = "quantised K/V lose too much"
-    for bits in map(KvBits.of, reversed(FEWER_KV)):
-        try:
-            loss = yield from measuring.store(bits)
-        except ConfigError as error:
-            reason = str(error)
-            break
-        if measuring.is_slower():
-            reason = "no fast backend reads quantised K/V here"
-            break
-        logger.info("On fixed tokens, %s.", _measured(bits, loss))
-        if loss.divergence <= _WARNED_DIVERGENCE:
-            measuring.log_memory(bits)
-            return
-    measuring.store_whole()
-    logger.info("K/V stay unquantised: %s", reason)
 
 
 def _measured(bits: KvBits, loss: KvLoss) -> str:
