@@ -98,12 +98,14 @@ def _expected_rows_again(
 @dataclass(slots=True, eq=False)
 class Follower:
     """What the draft model has computed of a request. `shadow` shares the request's tokens and counts those computed by
-    the draft model, which knows the ids of the first `num_checked`. `fed` are drafts whose K/V lie after them."""
+    the draft model, which knows the ids of the first `num_checked`. `fed` are drafts whose K/V lie after them. A head's
+    shadow counts from the hidden state of position `first` on."""
 
     shadow: Request
     fed: tuple[int, ...] = ()
     num_checked: int = 0
     knows_ids: bool = True
+    first: int = 0
 
     @staticmethod
     def shadow_of(request: Request, kind: type[Request] = Request) -> Request:

@@ -58,8 +58,6 @@ class HeadFollower(Follower):
     """Drafts were made from the head's own hidden states, which are worse than the model's. So what was fed is computed
     again with the model's."""
 
-    first: int = 0
-
     @classmethod
     def after(cls, request: Request, first: int, key: str) -> HeadFollower:
         """`request` from the hidden state of position `first` on. `key` names everything that this state depends on."""
@@ -132,13 +130,9 @@ class HeadDrafts(DraftModel):
         outputs = super().compose(free, most, room, target, wait_s)
         if not outputs:
             return ()
-        chunks = [chunk._replace(hidden_offset=self._first_of(chunk.request_id)) for chunk in outputs[0].chunks]
+        followers = self._followers
+        chunks = [chunk._replace(hidden_offset=followers[chunk.request_id].first) for chunk in outputs[0].chunks]
         return replace(outputs[0], chunks=tuple(chunks)), *outputs[1:]
-
-    def _first_of(self, request_id: str) -> int:
-        follower = self._followers[request_id]
-        assert isinstance(follower, HeadFollower)
-        return follower.first
 
     def _can_follow(self, request: Request) -> bool:
         """Whether the hidden states are there from where the head goes on to the last known token."""
@@ -184,7 +178,6 @@ class HeadDrafts(DraftModel):
 
     def _reached(self, follower: Follower) -> int:
         """The position of the request from which on the head needs hidden states."""
-        assert isinstance(follower, HeadFollower)
         shadow = follower.shadow
         if self.blocks.holds(shadow, 1):
             return follower.first + shadow.num_computed_tokens
