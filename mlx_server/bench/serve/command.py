@@ -2,7 +2,7 @@
 
 examples:
   mlx-serve bench serve --max-concurrency 8 --goodput ttft:1000 tpot:80
-  mlx-serve bench serve --workload mixed --request-rate 2 --burstiness 0.5 --plot out.png
+  mlx-serve bench serve --workload mixed --request-rate 2 --burstiness 0.5
   mlx-serve bench serve --workload agent --endpoint chat --tier gold=KEY1:1 --tier free=KEY2:3
   mlx-serve bench serve --dataset mooncake.jsonl --num-prompts 200 --trace-speed 0.5 --trace-shrink 8
 
@@ -33,11 +33,10 @@ from mlx_server.bench.arguments import (
     api_key,
     from_0,
     from_1,
-    output_file,
     refuse_options,
 )
 from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
-from mlx_server.bench.serve.report import LIMITED, check_plotting, render, without_arrays, write_charts
+from mlx_server.bench.serve.report import LIMITED, render, without_arrays
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, measure
 from mlx_server.bench.serve.workloads import SHAPES, Recorded, Shape, Span, Turn, read_dataset
 from mlx_server.bench.tables import write_json
@@ -81,13 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace-shrink", type=from_1, metavar="N", help="divide a trace's lengths by N")
     add_load_arguments(parser)
     add_json_argument(parser, "the result, with the times of every request,")
-    add("--plot", type=output_file, metavar="FILE.png", help="write charts as a picture; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the load; 1 if any request failed. Raises `ServeError` and its kinds."""
-    if args.plot is not None:
-        check_plotting()
     if args.dataset:
         name = args.dataset.name
     else:
@@ -97,8 +93,6 @@ def run(args: argparse.Namespace) -> int:
     result = _measure_with_progress(make_target(args, args.url, args.model), load)
     print(f"{render(result)}\n{json.dumps(without_arrays(result))}", flush=True)
     write_json(args.json, result)
-    if args.plot is not None:
-        write_charts(result, args.plot)
     return 1 if result["failed"] else 0
 
 
