@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,9 +19,8 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import AttentionBackend, IntArray, StepPlan
 from mlx_server.runtime.kernels.cpu.native import default_threads
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
-from mlx_server.runtime.kernels.gpu.plan import make_work
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
-from mlx_server.runtime.kernels.trials import Clock, exact_kv, median_times
+from mlx_server.runtime.kernels.trials import exact_kv, median_times
 
 _RUN_BLOCKS = 8
 _MAX_LAYER_BYTES = 256 * 2**20
@@ -195,23 +194,18 @@ class Copy:
     bytes_per_s: float
 
 
-def measure_copy(num_bytes: int, clock: Clock = time.perf_counter) -> Copy:
+def measure_copy(num_bytes: int) -> Copy:
     """Measures copies by MLX on a GPU, or by NumPy on the CPU, where MLX copies on one thread only."""
     if mx.default_device() == mx.cpu:
         threads = default_threads()
         how = f"NumPy on {threads} thread{'s' if threads > 1 else ''}"
-        return Copy(how, num_bytes, _best_rate(_numpy_copies(num_bytes, threads), num_bytes, clock))
-    return Copy("MLX on the GPU", num_bytes, _best_rate(_mlx_copies(num_bytes), num_bytes, clock))
+        return Copy(how, num_bytes, _best_rate(_numpy_copies(num_bytes, threads), num_bytes))
+    return Copy("MLX on the GPU", num_bytes, _best_rate(_mlx_copies(num_bytes), num_bytes))
 
 
-def _best_rate(copies: Callable[[], object], num_bytes: int, clock: Clock) -> float:
-    def timed() -> float:
-        start_s = clock()
-        copies()
-        return clock() - start_s
-
+def _best_rate(copies: Callable[[], object], num_bytes: int) -> float:
     copies()
-    return 2 * num_bytes * _NUM_COPIES / min(timed() for _ in range(3))
+    return 2 * num_bytes * _NUM_COPIES / min(timeit.repeat(copies, number=1, repeat=3))
 
 
 def _numpy_copies(num_bytes: int, threads: int) -> Callable[[], object]:
@@ -298,26 +292,6 @@ def backend_with(name: str) -> MakeBackend:
     """Returns a function that makes a GPU backend called `name` with the given variant for all shapes."""
     kind = {"metal": MetalBackend, "cuda": CudaBackend}[name]
     return lambda variant: kind(choose_variant=lambda shape: variant)
-
-
-def moved_bytes(case: Case, variant: KernelVariant, num_cores: int) -> int:
-    """The bytes that a variant loads and stores for one layer of a decode case on a GPU with `num_cores`, as if there
-    were no caches."""
-    shape = case.shape
-    contexts = np.full(case.num_sequences, case.context, np.int32)
-    work = make_work(contexts, None, shape, variant, num_cores)
-    num_items = len(work.items)
-    blocks = int((-(-work.items[:, 2] // BLOCK_SIZE) - work.items[:, 1] // BLOCK_SIZE).sum())
-    reads = variant.tiles(shape) * variant.head_simdgroups(shape)  # of each K/V row
-    queries = shape.num_query_heads * shape.key_dim * shape.dtype.size
-    results = shape.num_query_heads * shape.value_dim * shape.dtype.size
-    indices = 4 * shape.num_kv_heads * reads * (blocks + 4 * num_items)
-    stats = 2 * 4 * num_items * shape.num_query_heads
-    moved = case.kv_bytes * reads + num_items * queries * variant.streams(shape) + indices + stats
-    if work.is_split:
-        partial = num_items * shape.num_query_heads * shape.value_dim * mx.float32.size
-        moved += 2 * partial + stats
-    return moved + case.num_sequences * results
 
 
 def _timed(variants: Sequence[KernelVariant], measure: Measure) -> list[Timed]:

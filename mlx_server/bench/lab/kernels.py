@@ -28,7 +28,6 @@ from mlx_server.bench.lab.attention import (
     kernel_variants,
     make_measure,
     measure_copy,
-    moved_bytes,
     sweep,
 )
 from mlx_server.bench.lab.products import add_product_arguments, measure_all, product_document, render_products
@@ -128,11 +127,7 @@ def measure_case(case: Case, backend: AttentionBackend, max_layers: int, num_rep
             f"The {backend.name} backend is off by {difference:.1e}: {describe_shape(case.shape)}, {case}."
         )
     time_s, mlx_time_s = (seconds / world.num_layers for seconds in median_times([paged, contiguous], num_repeats))
-    moved = None
-    if isinstance(backend, GpuBackend) and case.is_decode:
-        variant = backend.variant(case.shape)
-        moved = None if variant is None else moved_bytes(case, variant, backend.plan(world.step).num_cores)
-    return Result(case, world.num_layers, backend.name, time_s, mlx_time_s, moved, difference)
+    return Result(case, world.num_layers, backend.name, time_s, mlx_time_s, difference)
 
 
 def sweep_decodes(
@@ -143,7 +138,7 @@ def sweep_decodes(
     shape = decodes[0].shape
     print_progress(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants")
     timed = sweep(shape, make_measure(worlds, make_backend, num_repeats))
-    return Sweep(tuple(decodes), backend.plan(worlds[0].step).num_cores, tuple(timed))
+    return Sweep(tuple(decodes), tuple(timed))
 
 
 def _store(found: Sweep) -> None:
@@ -203,17 +198,13 @@ def _chunk(text: str) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True)
 class Result:
     """One case: median seconds of one layer's attention by the backend and by MLX, measured alternately.
-
-    moved_bytes     bytes that the kernel's variant moves; None if no variant is used
-    max_difference  the largest difference between the results after all layers
-    """
+    `max_difference` is the largest between the results after all layers."""
 
     case: Case
     num_layers: int
     backend: str
     time_s: float
     mlx_time_s: float
-    moved_bytes: int | None
     max_difference: float
 
     @property
@@ -235,7 +226,6 @@ class Sweep:
     """All variants that ran for one shape, the fastest first, in the same decode cases."""
 
     cases: tuple[Case, ...]
-    num_cores: int
     timed: tuple[Timed, ...]
 
     @property
@@ -245,10 +235,6 @@ class Sweep:
     @property
     def best(self) -> KernelVariant:
         return self.timed[0].variant
-
-    def moved(self, variant: KernelVariant) -> list[int]:
-        """The bytes that a variant moves for one layer in each case."""
-        return [moved_bytes(case, variant, self.num_cores) for case in self.cases]
 
 
 def describe_shape(shape: DecodeShape) -> str:
@@ -280,7 +266,6 @@ def render_results(results: Sequence[Result], copy: Copy) -> str:
             "MLX ms": lambda one: f"{1e3 * one.mlx_time_s:,.3f}",
             "vs MLX": lambda one: f"{one.speedup:.2f}x",
             "MB must move": lambda one: _megabytes(one.case.required_bytes),
-            "MB moved": lambda one: "-" if one.moved_bytes is None else _megabytes(one.moved_bytes),
             "GB/s": lambda one: format_rate(one.bytes_per_s / 1e9),
             "of copy": lambda one: f"{one.bytes_per_s / copy.bytes_per_s:.0%}",
         },
@@ -292,7 +277,7 @@ def render_results(results: Sequence[Result], copy: Copy) -> str:
 
 
 def render_sweep(sweep: Sweep) -> str:
-    """A table of the fastest variants and the default one, with the bytes that each moves in all cases together."""
+    """A table of the fastest variants and the default one, with the mean time of a case."""
     default = default_variant(sweep.shape)
     times = {one.variant: one.mean_s for one in sweep.timed}
     shown = [one for rank, one in enumerate(sweep.timed) if rank < _NUM_SHOWN or one.variant == default]
@@ -310,8 +295,7 @@ def render_sweep(sweep: Sweep) -> str:
             "partition": lambda one: (
                 f"{one.variant.partition_tokens:,}" if one.variant.partition_tokens else "by length"
             ),
-            "MB moved": lambda one: _megabytes(sum(sweep.moved(one.variant))),
-            "GB/s": lambda one: format_rate(sum(sweep.moved(one.variant)) / sum(one.times_s) / 1e9),
+            "ms": lambda one: f"{1e3 * one.mean_s:,.3f}",
             "vs default": gained,
         },
     )
@@ -348,7 +332,7 @@ def _case_document(case: Case) -> dict[str, Any]:
 
 
 def _result_document(result: Result, copy: Copy) -> Mapping[str, Any]:
-    names = ("num_layers", "backend", "time_s", "mlx_time_s", "speedup", "moved_bytes", "bytes_per_s", "max_difference")
+    names = ("num_layers", "backend", "time_s", "mlx_time_s", "speedup", "bytes_per_s", "max_difference")
     share = {"share_of_copy": result.bytes_per_s / copy.bytes_per_s}
     return _case_document(result.case) | document_of(result, *names) | share
 
@@ -356,8 +340,5 @@ def _result_document(result: Result, copy: Copy) -> Mapping[str, Any]:
 def _sweep_document(sweep: Sweep) -> Mapping[str, Any]:
     return {
         "cases": [_case_document(case) for case in sweep.cases],
-        "variants": [
-            {**asdict(one.variant), "times_s": one.times_s, "moved_bytes": sweep.moved(one.variant)}
-            for one in sweep.timed
-        ],
+        "variants": [{**asdict(one.variant), "times_s": one.times_s} for one in sweep.timed],
     }
