@@ -114,9 +114,9 @@ async def load(body: LoadBody, context: Context) -> dict[str, Any]:
 
 @router.post("/admin/models/unload")
 async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
-    """Unloads a model, and answers when its memory is free. Its requests in progress may finish within
-    `drain_timeout_s`, by default the timeout at shutdown; asking again can only shorten that time. The next request for
-    the model loads it again."""
+    """Unloads a model, and answers when its memory is free. Its requests in progress, and those that wait for it to be
+    loaded, may finish within `drain_timeout_s`, by default the timeout at shutdown; asking again can only shorten that
+    time. The next request for the model loads it again."""
     timeout_s = body.drain_timeout_s
     if timeout_s is None:
         timeout_s = context.config.server.drain_timeout_s

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 SHUTDOWN = "The server is shutting down; send the request elsewhere."
 _SHUTDOWN_RETRY_S = 5.0
 _SWEEP_S = 1.0
-_MAX_DEATHS = 3
 _TOGETHER_S = 1.0
+_MAX_DEATHS = 3
 """If so many engines die in a row and no request has been answered between, replacing them does not help."""
 
 
@@ -185,8 +185,9 @@ class ModelPool:
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:
-        """Unloads a model when all leases have ended; what is still open after `drain_timeout_s` fails. A drain in
-        progress can only become shorter. A load in progress is cancelled. Does nothing if the model is not loaded."""
+        """Unloads a model when all leases have ended, also of requests that wait for its load; what is still open after
+        `drain_timeout_s` fails. A drain in progress can only become shorter. A load that no request waits for is
+        cancelled. Does nothing if the model is not loaded."""
         model = self.find(name)
         model.is_lost, model.keep_alive_s = False, None
         await self._unload(model, drain_timeout_s)
@@ -266,9 +267,7 @@ class ModelPool:
 
     async def _wait_for_load(self, model: PooledModel) -> None:
         """Waits for the load of the model, which is started if there is none. Raises the reason if it fails."""
-        task = self._load_task(model)
-        await asyncio.wait((task,))
-        failure = task.result()
+        failure = await asyncio.shield(self._load_task(model))
         if failure is not None:
             raise model.refusal(failure, self._clock())
 
@@ -349,18 +348,16 @@ class ModelPool:
         others = self._models.values()
         return any(other.engine.num_streams for other in others if other is not model and other.engine is not None)
 
-    async def _give_up(self, model: PooledModel) -> None:
-        task = self._loads.get(model.name)
-        if task is not None:
-            await asyncio.sleep(0)  # a task that is cancelled before it starts would run none of its code
+    async def _unload(self, model: PooledModel, drain_timeout_s: float = 0.0) -> None:
+        """Returns when the model is unloaded. Cancelling the caller does not stop the unload."""
+        ends_s = self._clock() + drain_timeout_s
+        if (task := self._loads.get(model.name)) is not None:
+            # Also for 0 s: a task that is cancelled before it starts would run none of its code.
+            await asyncio.wait((task,), timeout=drain_timeout_s if model.users and not self.is_stopping else 0.0)
             if not task.cancelling():  # a second time would end the clean-up after the first
                 task.cancel()
             await asyncio.wait((task,))
-
-    async def _unload(self, model: PooledModel, drain_timeout_s: float = 0.0) -> None:
-        """Returns when the model is unloaded. Cancelling the caller does not stop the unload."""
-        await self._give_up(model)
-        self._begin_unload(model, drain_timeout_s)
+        self._begin_unload(model, ends_s - self._clock())
         while model.state is ModelState.DRAINING:
             await self._changes.wait()
 

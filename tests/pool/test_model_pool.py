@@ -353,6 +353,39 @@ async def test_a_load_that_is_given_up_is_reported_and_can_be_repeated():
         await world.use("a")
 
 
+async def test_requests_that_wait_for_a_load_are_served_before_the_model_is_unloaded():
+    async with world_of("a") as world:
+        world.factory.gate.clear()
+        waiting = [asyncio.create_task(world.pool.acquire("a")) for _ in range(2)]
+        await until(lambda: world.factory.made)
+        unloading = asyncio.create_task(world.pool.unload("a", 600.0))
+        await asyncio.sleep(0.02)
+        assert world.states() == {"a": "loading"}
+        world.factory.gate.set()
+        leases = await asyncio.gather(*waiting)
+        await until(lambda: world.states() == {"a": "draining"})
+        for lease in leases:
+            lease.end()
+        await unloading
+        assert (world.states(), world.factory.loads()) == ({"a": "unloaded"}, ["a"])
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["asked again", "its time is over"])
+async def test_a_load_that_takes_longer_than_an_unload_gives_it_is_given_up(again: bool):
+    async with world_of("a") as world:
+        world.factory.gate.clear()
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: world.factory.made)
+        unloading = asyncio.create_task(world.pool.unload("a", 600.0 if again else 0.01))
+        await asyncio.sleep(0)
+        if again:
+            await world.pool.unload("a", 0.0)
+        with pytest.raises(OverloadedError, match="was cancelled"):
+            await waiting
+        await unloading
+        assert (world.states(), world.factory.loads()) == ({"a": "unloaded"}, ["a"])
+
+
 async def test_one_watch_is_kept_over_the_memory_of_all_models():
     async with world_of("a", "b") as world:
         for name in ("a", "b"):
