@@ -26,6 +26,7 @@ from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
 from mlx_server.api.ollama import models as ollama_models
 from mlx_server.api.openai import chat, completions, models, tokenization, vectors
+from mlx_server.api.openai.responses import conversations
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
@@ -41,6 +42,7 @@ _ROUTES = (
     llama_cpp,
     messages,
     responses,
+    conversations,
     vectors,
     tokenization,
     admin,

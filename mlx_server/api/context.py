@@ -14,7 +14,7 @@ from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.http.paced import Paced
 from mlx_server.api.http.text_turns import TextWorkers
-from mlx_server.api.openai.responses.store import ResponseStore
+from mlx_server.api.openai.responses.store import RecordStore
 from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
 from mlx_server.engine.models.store import Fetches
@@ -39,7 +39,7 @@ class ServerContext:
     process: psutil.Process = field(default_factory=psutil.Process)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)
     scrapes: Paced = field(default_factory=Paced)
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    records: RecordStore = field(default_factory=RecordStore)
 
 
 async def _context_of(request: Request) -> ServerContext:

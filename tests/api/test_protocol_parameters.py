@@ -89,6 +89,7 @@ HONOURED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "input": ("Ho", {}),
         "instructions": ("Be brief.", {}),
         "previous_response_id": ("resp_x", {}),
+        "conversation": ("conv_x", {}),
         "store": (False, {}),
         "max_output_tokens": (2, {}),
         "tools": ([FUNCTION], {}),

@@ -521,7 +521,7 @@ async def test_responses_are_kept_for_a_day_and_within_a_size(fleet: Fleet, monk
         return str((await first.respond(key)).json()["id"])
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "MAX_RESPONSES", 2)
+        patch.setattr(kept, "MAX_RECORDS", 2)
         ids = [await respond() for _ in range(3)]
         assert [await find(each) for each in ids] == [404, 200, 200]
         patch.setattr(kept, "MAX_OWNER_BYTES", 100)
@@ -554,3 +554,64 @@ async def test_a_large_response_and_one_without_a_store_stay_where_they_are(
     refused = await goes_on(second, shared)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "The shared store does not answer" in refused.json()["error"]["message"]
+
+
+# --- conversations --------------------------------------------------------------------------------------------------
+
+
+async def test_both_servers_add_to_a_conversation_and_lose_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    headers = {"x-api-key": key}
+    made = (await first.http.post("/v1/conversations", json={"metadata": {"a": "b"}}, headers=headers)).json()
+    path = f"/v1/conversations/{made['id']}"
+    assert (await second.http.get(path, headers=headers)).json() == made
+    await first.respond(key, input="One", conversation=made["id"])
+    await second.respond(key, input="Two", conversation=made["id"])
+    one = "<|user|>One<|end|><|assistant|>Hello world<|end|><|user|>Two<|end|><|assistant|>"
+    assert asked(second) == one
+    real, num_puts = first.store.run, 0
+
+    async def run(script: str, *args: Any) -> Any:
+        """Another server adds something between a read and a write, once."""
+        nonlocal num_puts
+        if script is kept._PUT:
+            num_puts += 1
+            if num_puts == 1:
+                items = [{"role": "user", "content": "Between"}]
+                await second.http.post(f"{path}/items", json={"items": items}, headers=headers)
+        return await real(script, *args)
+
+    monkeypatch.setattr(first.store, "run", run)
+    answer = await first.http.post(path, json={"metadata": {"c": "d"}}, headers=headers)
+    assert (answer.json()["metadata"], num_puts) == ({"c": "d"}, 2)
+    listed = (await second.http.get(f"{path}/items?order=asc", headers=headers)).json()["data"]
+    assert [item["content"][0]["text"] for item in listed] == ["One", "Hello world", "Two", "Hello world", "Between"]
+    gone = await second.http.delete(f"{path}/items/{listed[0]['id']}", headers=headers)
+    assert gone.json()["metadata"] == {"c": "d"}
+    assert (await first.http.delete(path, headers=headers)).status_code == 200
+    assert (await second.http.get(path, headers=headers)).status_code == 404
+
+
+async def test_a_conversation_without_a_store_stays_where_it_is(
+    fleet: Fleet, redis: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    (key,) = await fleet.start()
+    (first, _) = fleet.servers
+    headers = {"x-api-key": key}
+    shared = (await first.http.post("/v1/conversations", json={}, headers=headers)).json()["id"]
+    first.engine.gate.clear()
+    answering = asyncio.create_task(first.respond(key, conversation=shared))
+    await until(lambda: first.engine.requests)
+    await redis.kill()
+    first.engine.gate.set()
+    assert (await answering).status_code == 200
+    assert (
+        f"not added to its conversation: The shared store does not answer, and the conversation {shared}" in caplog.text
+    )
+    assert (await first.respond(key, conversation=shared)).status_code == 503
+    own = (await first.http.post("/v1/conversations", json={}, headers=headers)).json()["id"]
+    for _ in range(2):
+        assert (await first.respond(key, conversation=own)).status_code == 200
+    listed = (await first.http.get(f"/v1/conversations/{own}/items", headers=headers)).json()
+    assert len(listed["data"]) == 4

@@ -41,17 +41,18 @@ def referenced_ids(value: str | Sequence[Item]) -> set[str]:
 
 
 def normalise_input(
-    value: str | Sequence[Item], referenced: Mapping[str, Item], *, keeps_images: bool = False
+    value: str | Sequence[Item], referenced: Mapping[str, Item], field: str = "input", *, keeps_images: bool = False
 ) -> list[Item]:
-    """The items as clients get them back: each with a type and an id, content as parts, without members that are not
-    read (images only if it `keeps_images`), and with the items of `referenced`, by id, in place of references. Raises
-    `InvalidRequestError` for references to other items, and for a second reference to the same one."""
+    """The items of the request's `field` as clients get them back: each with a type and an id, content as parts,
+    without members that are not read (images only if it `keeps_images`), and with the items of `referenced`, by id, in
+    place of references. Raises `InvalidRequestError` for references to other items, and for a second reference to the
+    same one."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     unused = dict(referenced)
     part_fields = (*_PART_FIELDS, *(_IMAGE_FIELDS if keeps_images else ()))
     return [
         _referenced(item, unused, where) if _is_reference(item) else _normalised(item, where, part_fields)
-        for where, item in ((f"input[{index}]", item) for index, item in enumerate(items))
+        for where, item in ((f"{field}[{index}]", item) for index, item in enumerate(items))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,17 +17,18 @@ from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent, in_order
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
-from mlx_server.api.http.request_bounds import MAX_ECHO_CHARS
-from mlx_server.api.http.text_turns import encode_in_pieces
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.output import cached_tokens
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
+from mlx_server.api.openai.responses.reading import Reading, Stores, extend
 from mlx_server.api.openai.responses.request import ClientTool, Reasoning, ResponsesRequest
-from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, KeptResponses, StoredResponse
+from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, Record
 from mlx_server.engine.tools.parser import ToolCallDelta
-from mlx_server.errors import InvalidRequestError
+from mlx_server.errors import ServeError
 from mlx_server.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 """An event without its sequence number."""
@@ -46,22 +48,17 @@ class ResponseWriter(Writer):
     """One response. In a stream the response opens, then each item opens, grows and closes, then the response ends; an
     error on the way ends it, too."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        request: ResponsesRequest,
-        store: KeptResponses | None,
-        input_items: KeptItems,
-        echo: bytes,
-    ) -> None:
-        """`store` keeps the response and its `input_items` from the start; None keeps nothing. `echo` is what `echoed`
-        has made of the request."""
+    def __init__(self, exchange: Exchange, request: ResponsesRequest, reading: Reading, stores: Stores) -> None:
+        """Keeps the response and the items of its prompt from the start, unless the request's `store` is false. If it
+        has a conversation, what was said is added to it when the response is complete. `reading` was read."""
         # The id is a key to what is kept, so clients cannot choose it.
         self.response_id = f"resp_{uuid.uuid4().hex}"
         self._members = {"id": self.response_id, **_members(exchange.model_name, request, exchange.sampling)}
-        self._echo = echo
-        self._store = store
-        self._input_items = input_items
+        self._reading = reading
+        self._conversation_id = request.conversation_id
+        self._conversations = stores.conversations
+        self._store = None if request.store is False else stores.responses
+        self._input_items = reading.earlier + reading.new_items
         self._response = self._as("in_progress")
         reasoning = _SUMMARY if request.reasoning is not None and request.reasoning.summary else _REASONING
         self._items = OutputItems({tool.name: tool for tool in request.client_tools()}, reasoning)
@@ -94,6 +91,12 @@ class ResponseWriter(Writer):
         return self.closing()
 
     async def settle(self) -> None:
+        if self._conversation_id is not None and self._response.status in ("completed", "incomplete"):
+            said = self._reading.new_items + self._response.output
+            try:
+                await extend(self._conversations, self._conversation_id, said)
+            except ServeError as error:  # it was deleted meanwhile, or the shared store has gone away
+                logger.warning("The response %s was not added to its conversation: %s", self.response_id, error)
         if self._store is not None:
             await self._store.settle()
 
@@ -103,7 +106,7 @@ class ResponseWriter(Writer):
             if self._store is not None:
                 self._store.settle_later()
 
-    def _ending(self, finish: Finish, usage: Usage) -> StoredResponse:
+    def _ending(self, finish: Finish, usage: Usage) -> Record:
         status = _status(finish)
         return self._as(
             status,
@@ -113,16 +116,16 @@ class ResponseWriter(Writer):
             usage=usage_body(usage),
         )
 
-    def _as(self, status: str, output: Iterable[Item] = (), **changed: Any) -> StoredResponse:
-        head = b"{%b,%b}" % (to_json({**self._members, **changed})[1:-1], self._echo)
+    def _as(self, status: str, output: Iterable[Item] = (), **changed: Any) -> Record:
+        head = b"{%b,%b}" % (to_json({**self._members, **changed})[1:-1], self._reading.echo)
         items = KeptItems.of(map(KeptItem.of, output))
-        return StoredResponse(self.response_id, status, head, self._input_items, items)
+        return Record(self.response_id, status, head, self._input_items, items)
 
     def _put(self) -> None:
         if self._store is not None:
             self._store.put(self._response)
 
-    def _update(self, response: StoredResponse) -> None:
+    def _update(self, response: Record) -> None:
         self._response = response
         if self._store is not None:
             self._store.update(response)
@@ -143,12 +146,13 @@ def _status(finish: Finish) -> str:
 
 
 def _members(model: str, request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """The body of a response without its status, its output, and what `echoed` has."""
+    """The body of a response without its status, its output, and what `ResponsesRequest.echo` has."""
     return {
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
         "background": False,
+        "conversation": None if request.conversation_id is None else {"id": request.conversation_id},
         "error": None,
         "frequency_penalty": sampling.frequency_penalty,
         "incomplete_details": None,
@@ -167,35 +171,6 @@ def _members(model: str, request: ResponsesRequest, sampling: SamplingParams) ->
         "truncation": "disabled",
         "usage": None,
     }
-
-
-def echoed(request: ResponsesRequest) -> bytes:
-    """What answers and several events repeat of a request, as JSON: the members without braces. Any thread. Raises
-    `InvalidRequestError` if it is too long."""
-    members = {
-        "instructions": request.instructions,
-        "metadata": request.metadata or {},
-        "prompt_cache_key": request.prompt_cache_key,
-        "safety_identifier": request.safety_identifier,
-        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [_shown(tool) for tool in request.tools or ()],
-        "user": request.user,
-    }
-    echo = encode_in_pieces(members)[1:-1]
-    num_chars = len(echo.decode())
-    if num_chars > MAX_ECHO_CHARS:
-        raise InvalidRequestError(
-            f"instructions, metadata, tools, tool_choice, user and text have {num_chars} characters together, as JSON; "
-            f"answers repeat them, up to {MAX_ECHO_CHARS}. Shorten them."
-        )
-    return echo
-
-
-def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool with all members that functions have in a response."""
-    missing = {"description": None, "parameters": None, "strict": None} if tool.get("type") == "function" else {}
-    return {**missing, **tool}
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -6,14 +6,22 @@ The sampling fields of chat completions (`min_p`, `seed`, `cache_salt` ...) work
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse, Turns
-from mlx_server.api.http.request_bounds import BOUNDED_ITEMS, BOUNDED_TOOLS, FIRST_ERROR, MAX_TOOLS, Strings
+from mlx_server.api.http.request_bounds import (
+    BOUNDED_ITEMS,
+    BOUNDED_TOOLS,
+    FIRST_ERROR,
+    MAX_ECHO_CHARS,
+    MAX_TOOLS,
+    Strings,
+)
+from mlx_server.api.http.text_turns import encode_in_pieces
 from mlx_server.api.openai.chat import ReasoningEffort, tool_use
 from mlx_server.api.openai.document import IMAGE_URL, NULL, STRING, TEXT, either, list_of, members, of_type
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
@@ -66,12 +74,19 @@ class TextOptions(BaseModel):
     format: dict[str, Any] | None = None
 
 
+class ConversationId(BaseModel):
+    """A conversation."""
+
+    id: str
+
+
 class ResponsesRequest(OneAnswerOfText):
     """The fields of a response that mean something here."""
 
     input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], BOUNDED_ITEMS]
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
     store: Bool | None = None
     max_output_tokens: Int | None = Field(None, ge=1)
     metadata: dict[str, Any] | None = None
@@ -88,7 +103,6 @@ class ResponsesRequest(OneAnswerOfText):
     chat_template_kwargs: dict[str, Any] | None = None
 
     background: Annotated[Any, Refused((False,))] = None
-    conversation: Annotated[Any, Refused()] = None
     prompt: Annotated[Any, Refused()] = None
     truncation: Annotated[Any, Refused(("disabled",), "no items are dropped, set it to disabled")] = None
     top_logprobs: Annotated[Any, Refused((0,))] = None
@@ -101,17 +115,55 @@ class ResponsesRequest(OneAnswerOfText):
                 "include has message.output_text.logprobs, which only chat completions offer here.", "include"
             )
 
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequestError(
+                "conversation and previous_response_id exclude each other: a conversation has all its earlier items. "
+                "Leave one out.",
+                "conversation",
+            )
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+
+    @property
+    def continued(self) -> str:
+        """The field that names what this response continues."""
+        return "previous_response_id" if self.conversation is None else "conversation"
+
+    def echo(self) -> bytes:
+        """What answers and several events repeat of the request, as JSON: the members without braces. Any thread.
+        Raises `InvalidRequestError` if it is too long."""
+        members = {
+            "instructions": self.instructions,
+            "metadata": self.metadata or {},
+            "prompt_cache_key": self.prompt_cache_key,
+            "safety_identifier": self.safety_identifier,
+            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [_shown(tool) for tool in self.tools or ()],
+            "user": self.user,
+        }
+        encoded = encode_in_pieces(members)[1:-1]
+        num_chars = len(encoded.decode())
+        if num_chars > MAX_ECHO_CHARS:
+            raise InvalidRequestError(
+                f"instructions, metadata, tools, tool_choice, user and text have {num_chars} characters together, as "
+                f"JSON; answers repeat them, up to {MAX_ECHO_CHARS}. Shorten them."
+            )
+        return encoded
+
     @property
     def output_limit(self) -> int | None:
         return self.max_output_tokens
 
     def call(self, images: ImageParts | None, items: Sequence[Item], earlier: Sequence[Item] = ()) -> ChatCall:
-        """The chat without sampling parameters; `earlier` are the items of the responses before this one. Raises
+        """The chat without sampling parameters; `earlier` are the items that it continues. Raises
         `InvalidRequestError`."""
         turns = Turns()
         if self.instructions:
             turns.instruct(self.instructions)
-        for field, given in (("previous_response_id", earlier), ("input", items)):
+        for field, given in ((self.continued, earlier), ("input", items)):
             read_items(turns, given if images is None else images.mark_messages(given, field), field)
         if not turns.messages():
             raise InvalidRequestError("input is empty; send a text, or at least one item.", "input")
@@ -205,6 +257,12 @@ class ClientTool:
         body = as_function(self.body) if self.is_custom else self.body
         function = {key: value for key, value in body.items() if key != "type" and value is not None}
         return {"type": "function", "function": {**function, "name": self.name}}
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool with all members that functions have in a response."""
+    missing = {"description": None, "parameters": None, "strict": None} if tool.get("type") == "function" else {}
+    return {**missing, **tool}
 
 
 def _check_names(tools: Sequence[ClientTool]) -> None:

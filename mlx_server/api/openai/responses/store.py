@@ -1,11 +1,11 @@
-"""Responses that clients can ask for again or continue: on this server (`ResponseStore`), and in the fleet's shared
-store.
+"""Responses and conversations that clients can ask for again or continue: on this server (`RecordStore`), and in the
+fleet's shared store.
 
 They are kept as JSON, because parsed small items would take thirty times the memory.
 
 A response is on its own server while it is generated. When it ends, it moves to the shared store, if there is one,
 before its client gets the end, so every server can serve the next request. A response stays on this server if the
-shared store does not answer or the response is too large for it.
+shared store does not answer or the response is too large for it; so does a conversation, which moves when it is made.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import to_json
 
@@ -28,21 +29,24 @@ from mlx_server.errors import OverloadedError
 Item = Mapping[str, Any]
 """A piece of a conversation: a message, a call, a call's output, reasoning."""
 
-MAX_RESPONSES = 256
-"""Of each owner."""
+RecordKind = Literal["response", "conversation"]
+
+MAX_RECORDS = 256
+"""Of each owner and kind."""
 
 MAX_BYTES = 256 * 1024 * 1024
 """Of all owners; items that several responses share count for each."""
 
 MAX_OWNER_BYTES = 64 * 2**20
-"""Of one owner's responses in the shared store."""
+"""Of one owner's records of a kind in the shared store."""
 
 MAX_SHARED_BYTES = 8 * 2**20
-"""Of one response in the shared store: a larger one would delay others."""
+"""Of one record in the shared store: a larger one would delay others."""
 
 TTL_S = 24 * 3600
 TRANSFER_S = 2.0
 _ID_WEIGHT = 32
+_MAX_CHANGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +81,22 @@ class KeptItems:
         kept = tuple(items)
         return cls(kept, total_bytes(kept))
 
+    def __add__(self, others: KeptItems) -> KeptItems:
+        return KeptItems(self.items + others.items, self.num_bytes + others.num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response's body, and all items of its prompt, those of earlier responses included."""
+class Record:
+    """A response with all items of its prompt, those of earlier responses included; or a conversation, whose items are
+    `input`. The `version` is a different one after each change in the shared store."""
 
     id: str
     status: str
     head: bytes
-    """The body without its status and its output."""
+    """The body; without its status and its output if it is a response."""
     input: KeptItems
     output: KeptItems = KeptItems()
+    version: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -98,23 +107,25 @@ class StoredResponse:
         return self.status == "in_progress"
 
     @property
-    def items(self) -> tuple[KeptItem, ...]:
+    def items(self) -> KeptItems:
         """The conversation with the answer, which the next response continues."""
-        return self.input.items + self.output.items
+        return self.input + self.output
 
     def packed(self) -> bytes:
-        """All of it as lines of JSON; the first line says what the others are."""
-        ids = [item.id for item in self.items]
+        """All of it, as a new version and lines of JSON; the first one says what the others are."""
+        items = self.items.items
+        ids = [item.id for item in items]
         first = to_json({"id": self.id, "status": self.status, "items": ids, "num_input_items": len(self.input.items)})
-        return b"\n".join((first, self.head, *(item.text for item in self.items)))
+        return b"\n".join((uuid.uuid4().hex.encode(), first, self.head, *(item.text for item in items)))
 
     @classmethod
-    def unpacked(cls, packed: bytes) -> StoredResponse:
-        first, head, *texts = packed.split(b"\n")
+    def unpacked(cls, packed: bytes) -> Record:
+        version, first, head, *texts = packed.split(b"\n")
         known = json.loads(first)
         items = tuple(KeptItem(item_id, text) for item_id, text in zip(known["items"], texts, strict=True))
         num_input = known["num_input_items"]
-        return cls(known["id"], known["status"], head, KeptItems.of(items[:num_input]), KeptItems.of(items[num_input:]))
+        asked, answered = KeptItems.of(items[:num_input]), KeptItems.of(items[num_input:])
+        return cls(known["id"], known["status"], head, asked, answered, version.decode())
 
     def body(self, status: str | None = None) -> bytes:
         """The body as JSON, with another status if one is given."""
@@ -133,70 +144,71 @@ def total_bytes(items: Iterable[KeptItem]) -> int:
 
 
 @dataclass(slots=True)
-class OwnerResponses:
-    """One owner's responses on this server, the most recently used last."""
+class OwnerRecords:
+    """One owner's records of a kind on this server, the most recently used last."""
 
-    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    records: OrderedDict[str, Record] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
-    def put(self, response: StoredResponse) -> None:
-        known = self.responses.get(response.id)
-        self.num_bytes += response.num_bytes - (0 if known is None else known.num_bytes)
-        self.responses[response.id] = response
+    def put(self, record: Record) -> None:
+        known = self.records.get(record.id)
+        self.num_bytes += record.num_bytes - (0 if known is None else known.num_bytes)
+        self.records[record.id] = record
 
-    def find(self, response_id: str) -> StoredResponse | None:
-        """The response, or None; finding it is a use."""
-        found = self.responses.get(response_id)
+    def find(self, record_id: str) -> Record | None:
+        """The record, or None; finding it is a use."""
+        found = self.records.get(record_id)
         if found is not None:
-            self.responses.move_to_end(response_id)
+            self.records.move_to_end(record_id)
         return found
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
-        """The kept items with these ids; finding them is a use of their responses. Streams go on between one response
-        and the next, since all of them may have a million items."""
+        """The kept items with these ids; finding them is a use of their records. Streams go on between one record and
+        the next, since all of them may have a million items."""
         found: dict[str, KeptItem] = {}
-        for response in list(reversed(self.responses.values())):
+        for record in list(reversed(self.records.values())):
             if len(found) == len(ids):
                 break
-            new = {item.id: item for item in response.items if item.id in ids and item.id not in found}
+            new = {item.id: item for item in record.items.items if item.id in ids and item.id not in found}
             if new:
                 found.update(new)
-                self.find(response.id)
+                self.find(record.id)
             await asyncio.sleep(0)
         return found
 
-    def drop(self, response_id: str) -> bool:
-        """Forgets a response; returns whether it was kept."""
-        dropped = self.responses.pop(response_id, None)
+    def drop(self, record_id: str) -> bool:
+        """Forgets a record; returns whether it was kept."""
+        dropped = self.records.pop(record_id, None)
         self.num_bytes -= 0 if dropped is None else dropped.num_bytes
         return dropped is not None
 
 
-class ResponseStore:
-    """The most recently used responses, in memory only, by owner. Event-loop thread only.
+class RecordStore:
+    """The most recently used records, in memory only, by kind and owner. Event-loop thread only.
 
-    The owner with most bytes loses responses first, so no owner can push out others that stay within an equal share."""
+    The kind and owner with most bytes lose records first, so no owner can push out others that stay within an equal
+    share."""
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self.max_responses = max_responses
+    def __init__(self, max_records: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
+        self.max_records = max_records
         self._max_bytes = max_bytes
-        self._by_owner: dict[str, OwnerResponses] = {}
+        self._by_owner: dict[tuple[RecordKind, str], OwnerRecords] = {}
 
-    def of_owner(self, owner: str) -> OwnerResponses:
-        return self._by_owner.setdefault(owner, OwnerResponses())
+    def of(self, kind: RecordKind, owner: str) -> OwnerRecords:
+        return self._by_owner.setdefault((kind, owner), OwnerRecords())
 
     def make_room(self) -> None:
-        """Drops the least recently used responses while there are too many, or too many bytes."""
+        """Drops the least recently used records while there are too many, or too many bytes."""
         for owned in self._by_owner.values():
-            while len(owned.responses) > self.max_responses:
-                owned.drop(next(iter(owned.responses)))
+            while len(owned.records) > self.max_records:
+                owned.drop(next(iter(owned.records)))
         while sum(owned.num_bytes for owned in self._by_owner.values()) > self._max_bytes:
             largest = max(self._by_owner.values(), key=lambda owned: owned.num_bytes)
-            largest.drop(next(iter(largest.responses)))
+            largest.drop(next(iter(largest.records)))
 
 
 _BEGIN = """
--- KEYS: of one owner, by response id: bodies, ids of items, times of last use
+-- KEYS: of one owner, by record id: bodies, ids of items, times of last use
 local now, ttl_ms = ARGV[1] + 0, ARGV[2] + 0
 if now == 0 then
   local time = redis.call('TIME')
@@ -216,7 +228,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now - ttl_ms)) 
 _PUT = (
     _BEGIN
     + """
-local id, most, most_bytes, id_weight = ARGV[3], ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
+local id, most, most_bytes, id_weight, version = ARGV[3], ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0, ARGV[9]
+if version ~= '' and version ~= string.sub(redis.call('HGET', KEYS[1], id) or '', 1, #version) then return 0 end
 redis.call('HSET', KEYS[1], id, ARGV[4])
 redis.call('HSET', KEYS[2], id, ARGV[5])
 use(id)
@@ -225,6 +238,7 @@ for rank, id in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
   num_bytes = num_bytes + redis.call('HSTRLEN', KEYS[1], id) + id_weight * redis.call('HSTRLEN', KEYS[2], id)
   if rank > most or num_bytes > most_bytes then drop(id) end
 end
+return 1
 """
 )
 _FIND = (
@@ -243,18 +257,18 @@ for _, id in ipairs(cjson.decode(ARGV[3])) do
   wanted[id] = true
   num_wanted = num_wanted + 1
 end
-for _, response in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
+for _, record in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
   if num_wanted == 0 or num_bytes > ARGV[4] + 0 then break end
   local has_some = false
-  for _, id in ipairs(cjson.decode(redis.call('HGET', KEYS[2], response) or '[]')) do
+  for _, id in ipairs(cjson.decode(redis.call('HGET', KEYS[2], record) or '[]')) do
     if wanted[id] then
       wanted[id], num_wanted, has_some = nil, num_wanted - 1, true
     end
   end
   if has_some then
-    bodies[#bodies + 1] = redis.call('HGET', KEYS[1], response)
+    bodies[#bodies + 1] = redis.call('HGET', KEYS[1], record)
     num_bytes = num_bytes + #bodies[#bodies]
-    use(response)
+    use(record)
   end
 end
 return bodies
@@ -263,58 +277,84 @@ return bodies
 _DROP = _BEGIN + "return drop(ARGV[3])"
 
 
-class KeptResponses:
-    """The responses of `owner`, for one request. Event-loop thread only."""
+def _put_arguments(record: Record) -> tuple[Any, ...]:
+    """For `_PUT`, which takes a record of another version only, if it has one."""
+    ids = json.dumps([item.id for item in record.items.items])
+    return record.id, record.packed(), ids, MAX_RECORDS, MAX_OWNER_BYTES, _ID_WEIGHT, record.version
 
-    def __init__(self, store: ResponseStore, shared: SharedStore | None, owner: str) -> None:
-        self._store, self._owned = store, store.of_owner(owner)
+
+class KeptRecords:
+    """The records of `owner`, for one request. Event-loop thread only."""
+
+    def __init__(
+        self, store: RecordStore, shared: SharedStore | None, owner: str, kind: RecordKind = "response"
+    ) -> None:
+        self._store, self._owned = store, store.of(kind, owner)
         self._shared = shared
-        self._keys = [f"responses:{owner}:{what}" for what in ("bodies", "items", "uses")]
+        self._kind = kind
+        self._keys = [f"{kind}s:{owner}:{what}" for what in ("bodies", "items", "uses")]
         self._own_id: str | None = None
         self._settling: asyncio.Task[None] | None = None
 
-    def put(self, response: StoredResponse) -> None:
-        """Keeps the response of this request, on this server until `settle`."""
-        self._own_id = response.id
-        self._owned.put(response)
+    @property
+    def max_bytes(self) -> int:
+        """Of one conversation: what a response can read, and the shared store takes."""
+        return MAX_BODY_BYTES if self._shared is None else MAX_SHARED_BYTES
+
+    def put(self, record: Record) -> None:
+        """Keeps the record that this request makes, on this server until `settle`."""
+        self._own_id = record.id
+        self._owned.put(record)
         self._store.make_room()
 
-    def update(self, response: StoredResponse) -> None:
+    def update(self, record: Record) -> None:
         """Replaces it, unless it was deleted."""
-        if response.id in self._owned.responses:
-            self.put(response)
+        if record.id in self._owned.records:
+            self.put(record)
+
+    async def change(self, record_id: str, change: Callable[[Record], Record]) -> Record:
+        """Replaces a record that has ended by what `change` makes of it, and returns that. `change` is called again if
+        another server of the fleet has changed the record meanwhile. Raises what it raises, and like `get`."""
+        for _ in range(_MAX_CHANGES):
+            known = await self.get(record_id)
+            changed = change(known)
+            if record_id in self._owned.records:
+                self.put(changed)
+                return changed
+            if await self._ask(_PUT, f"{self._kind} {record_id}", *_put_arguments(changed)):
+                return changed
+        raise OverloadedError(f"The {self._kind} {record_id} is changed by too many requests at a time. Try again.")
 
     async def settle(self) -> None:
         """Moves it to the shared store, once it has ended."""
-        response = None if self._shared is None or self._own_id is None else self._owned.find(self._own_id)
-        if response is None or response.is_in_progress:
+        record = None if self._shared is None or self._own_id is None else self._owned.find(self._own_id)
+        if record is None or record.is_in_progress:
             return
-        packed = response.packed()
-        if len(packed) > MAX_SHARED_BYTES:
+        arguments = _put_arguments(record)
+        if len(arguments[1]) > MAX_SHARED_BYTES:
             return
-        ids = json.dumps([item.id for item in response.items])
         is_taken = True
         try:
-            await self._run(_PUT, response.id, packed, ids, MAX_RESPONSES, MAX_OWNER_BYTES, _ID_WEIGHT)
+            await self._run(_PUT, *arguments)
         except StoreAwayError:
             is_taken = False
-        if self._owned.find(response.id) is None:  # its client has deleted it on the way
-            await self._drop_shared(response.id)
+        if self._owned.find(record.id) is None:  # its client has deleted it on the way
+            await self._drop_shared(record.id)
         elif is_taken:
-            self._owned.drop(response.id)
+            self._owned.drop(record.id)
 
     def settle_later(self) -> None:
         """Starts `settle` without waiting for it, when the client has left."""
         if self._shared is not None:
             self._settling = asyncio.get_running_loop().create_task(self.settle())
 
-    async def find(self, response_id: str) -> StoredResponse | None:
-        """The response, or None; finding it is a use. Raises `OverloadedError` if the shared store, which may have it,
+    async def find(self, record_id: str) -> Record | None:
+        """The record, or None; finding it is a use. Raises `OverloadedError` if the shared store, which may have it,
         does not answer."""
-        found = self._owned.find(response_id)
+        found = self._owned.find(record_id)
         if found is None and self._shared is not None:
-            packed = await self._ask(_FIND, f"response {response_id}", response_id)
-            return None if packed is None else StoredResponse.unpacked(packed)
+            packed = await self._ask(_FIND, f"{self._kind} {record_id}", record_id)
+            return None if packed is None else Record.unpacked(packed)
         return found
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
@@ -325,38 +365,38 @@ class KeptResponses:
             wanted, what = json.dumps(sorted(missing)), f"item {min(missing)}"
             bodies: Sequence[bytes] = await self._ask(_FIND_ITEMS, what, wanted, MAX_BODY_BYTES)
             for packed in bodies:
-                items = {item.id: item for item in StoredResponse.unpacked(packed).items if item.id in missing}
+                items = {item.id: item for item in Record.unpacked(packed).items.items if item.id in missing}
                 found = {**items, **found}
         return found
 
-    async def get(self, response_id: str) -> StoredResponse:
+    async def get(self, record_id: str) -> Record:
         """Like `find`; raises `NotFoundError`."""
-        found = await self.find(response_id)
+        found = await self.find(record_id)
         if found is None:
-            raise self._not_found(response_id)
+            raise self._not_found(record_id)
         return found
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, record_id: str) -> None:
         """Raises `NotFoundError`, and like `find`."""
-        if self._owned.drop(response_id):
+        if self._owned.drop(record_id):
             if self._shared is not None:  # it may have a copy if its answer to `settle` came too late
-                await self._drop_shared(response_id)
-        elif self._shared is None or not await self._ask(_DROP, f"response {response_id}", response_id):
-            raise self._not_found(response_id)
+                await self._drop_shared(record_id)
+        elif self._shared is None or not await self._ask(_DROP, f"{self._kind} {record_id}", record_id):
+            raise self._not_found(record_id)
 
-    def _not_found(self, response_id: str) -> NotFoundError:
+    def _not_found(self, record_id: str) -> NotFoundError:
+        without = ", without those of requests with store: false" if self._kind == "response" else ""
         return NotFoundError(
-            f"There is no response {response_id}; the last {self._store.max_responses} are kept, without those of "
-            "requests with store: false."
+            f"There is no {self._kind} {record_id}; the last {self._store.max_records} are kept{without}."
         )
 
-    async def _drop_shared(self, response_id: str) -> None:
+    async def _drop_shared(self, record_id: str) -> None:
         """Now, or when the store is back."""
         assert self._shared is not None
         try:
-            await self._run(_DROP, response_id)
+            await self._run(_DROP, record_id)
         except StoreAwayError:
-            self._shared.defer(_DROP, self._keys, [1000 * TTL_S, response_id])
+            self._shared.defer(_DROP, self._keys, [1000 * TTL_S, record_id])
 
     async def _ask(self, script: str, what: str, *args: Any) -> Any:
         try:

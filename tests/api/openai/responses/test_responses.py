@@ -15,7 +15,7 @@ from openai.types.responses import Response
 
 from mlx_server.api.app import create_app
 from mlx_server.api.errors import NotFoundError
-from mlx_server.api.openai.responses.store import KeptItem, KeptItems, KeptResponses, ResponseStore, StoredResponse
+from mlx_server.api.openai.responses.store import KeptItem, KeptItems, KeptRecords, Record, RecordStore
 from mlx_server.config import Config
 from tests.api.fakes import say
 from tests.api.worlds import World
@@ -363,7 +363,9 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"text": {"format": {"type": "poem"}}}, 400, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, 400, "text.format.schema"),
     ({"background": True}, 400, "background"),
-    ({"conversation": "c"}, 400, "conversation"),
+    ({"conversation": "c"}, 404, None),
+    ({"conversation": {"id": "c"}}, 404, None),
+    ({"conversation": "c", "previous_response_id": "r"}, 400, "conversation"),
     ({"truncation": "auto"}, 400, "truncation"),
     ({"include": ["message.output_text.logprobs"]}, 400, "include"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
@@ -390,13 +392,13 @@ async def test_choices_of_tools_are_told_in_this_protocols_form(world: World, ch
     assert message in (await post(world, tools=[WEATHER], tool_choice=choice)).json()["error"]["message"]
 
 
-def stored(response_id: str, num_items: int = 0) -> StoredResponse:
+def stored(response_id: str, num_items: int = 0) -> Record:
     items = [KeptItem.of({"id": f"{response_id}{index}", "text": "x" * 100}) for index in range(num_items)]
-    return StoredResponse(response_id, "completed", b"{}", KeptItems.of(items))
+    return Record(response_id, "completed", b"{}", KeptItems.of(items))
 
 
 async def test_the_store_forgets_what_was_not_used_for_longest():
-    kept = KeptResponses(ResponseStore(max_responses=2), None, "owner")
+    kept = KeptRecords(RecordStore(max_records=2), None, "owner")
     for response_id in ("a", "b"):
         kept.put(stored(response_id))
     assert await kept.find("a") is not None
@@ -408,8 +410,8 @@ async def test_the_store_forgets_what_was_not_used_for_longest():
 
 
 async def test_what_is_counted_is_what_is_held():
-    store = ResponseStore()
-    kept = KeptResponses(store, None, "owner")
+    store = RecordStore()
+    kept = KeptRecords(store, None, "owner")
     tracemalloc.start()
     try:
         for index in range(20):
@@ -417,13 +419,13 @@ async def test_what_is_counted_is_what_is_held():
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 0.8 * held < store.of_owner("owner").num_bytes < 1.2 * held
+    assert 0.8 * held < store.of("response", "owner").num_bytes < 1.2 * held
 
 
 async def test_one_owner_cannot_push_out_what_another_keeps():
     one = stored("a", num_items=10).num_bytes
-    store = ResponseStore(max_responses=100, max_bytes=10 * one + one // 2)
-    modest, greedy = KeptResponses(store, None, "modest"), KeptResponses(store, None, "greedy")
+    store = RecordStore(max_records=100, max_bytes=10 * one + one // 2)
+    modest, greedy = KeptRecords(store, None, "modest"), KeptRecords(store, None, "greedy")
     for name in "abc":
         modest.put(stored(name, num_items=10))
     for index in range(50):
@@ -437,8 +439,8 @@ async def test_one_owner_cannot_push_out_what_another_keeps():
 
 
 async def test_a_response_that_grows_is_counted_again():
-    store = ResponseStore()
-    kept, owned = KeptResponses(store, None, "owner"), store.of_owner("owner")
+    store = RecordStore()
+    kept, owned = KeptRecords(store, None, "owner"), store.of("response", "owner")
     kept.put(stored("a"))
     before = owned.num_bytes
     kept.update(replace(stored("a"), output=KeptItems.of([KeptItem.of({"id": "m", "text": "x" * 5000})])))
@@ -448,7 +450,7 @@ async def test_a_response_that_grows_is_counted_again():
 
 
 async def test_streams_go_on_while_items_are_looked_for():
-    kept = KeptResponses(ResponseStore(), None, "owner")
+    kept = KeptRecords(RecordStore(), None, "owner")
     for index in range(20):
         kept.put(stored(f"r{index}-", num_items=3))
     finding = asyncio.create_task(kept.find_items(["r0-1", "r19-1", "none"]))
@@ -458,7 +460,7 @@ async def test_streams_go_on_while_items_are_looked_for():
         num_turns += 1
     assert (await finding).keys() == {"r0-1", "r19-1"}
     assert num_turns >= 20
-    assert list(kept._owned.responses)[-2:] == ["r19-", "r0-"], "finding an item is a use of its response"
+    assert list(kept._owned.records)[-2:] == ["r19-", "r0-"], "finding an item is a use of its response"
 
 
 async def test_fields_that_nobody_reads_are_not_kept(world: World):
@@ -487,7 +489,7 @@ async def test_an_item_is_referred_to_once(world: World):
 
 async def test_what_a_response_goes_on_from_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
     first = await create(world, input="One")
-    monkeypatch.setattr("mlx_server.api.openai.responses.routes.MAX_BODY_BYTES", 300)
+    monkeypatch.setattr("mlx_server.api.openai.responses.reading.MAX_BODY_BYTES", 300)
     for body in (
         {"input": "Two", "previous_response_id": first["id"]},
         {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}]},
@@ -500,7 +502,7 @@ async def test_what_a_response_goes_on_from_is_bounded(world: World, monkeypatch
 @pytest.mark.parametrize("is_referenced", [False, True])
 async def test_the_store_is_bounded_by_size_too(world: World, is_referenced: bool):
     app = create_app(world.pool, Config())
-    app.state.context = replace(app.state.context, responses=ResponseStore(max_bytes=4500))
+    app.state.context = replace(app.state.context, records=RecordStore(max_bytes=4500))
     ids: list[str] = []
     text = "x" * 200
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
