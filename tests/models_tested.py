@@ -19,7 +19,7 @@ from mlx_server.engine.text.reasoning import find_reasoning_markers
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
-from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES
+from mlx_server.runtime.checks.image_families import IMAGE_FAMILIES
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of

@@ -161,6 +161,13 @@ INTERN_VL = VisionFolder(
     ("<|im_start|>", "<|im_end|>", "<img>", "</img>"),
     _in_qwens_template("<IMG_CONTEXT>\n"),
 )
+GEMMA_3N = VisionFolder(
+    {"model_type": "gemma3n", "vision_config": {"hidden_size": 32}, "vision_soft_tokens_per_image": 4},
+    {"image_processor_type": "SiglipImageProcessorFast", "size": {"height": 64, "width": 64}, "do_normalize": False},
+    "<image_soft_token>",
+    ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image|>"),
+    GEMMA_TEMPLATE.replace("<start_of_image>", "<image_soft_token>"),
+)
 FOLDERS = {
     "qwen": QWEN,
     "gemma": GEMMA,
@@ -171,6 +178,7 @@ FOLDERS = {
     "kimi": KIMI,
     "lfm2": LFM_2,
     "internvl": INTERN_VL,
+    "gemma3n": GEMMA_3N,
 }
 
 

@@ -363,3 +363,29 @@ CONFIGS |= {
         "vision_config": {**_TILE, "model_type": "intern_vit_6b", "patch_size": 14, "image_size": 56},
     },
 }
+
+CONFIGS["gemma3n"] = {
+    "image_token_id": IMAGE,
+    "vision_soft_tokens_per_image": 4,
+    "text_config": {
+        **_WINDOWED,
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "intermediate_size": [128] * 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 299,
+        "hidden_size_per_layer_input": 8,
+        "rope_local_base_freq": 10_000.0,
+        "final_logit_softcapping": 30.0,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 8,
+    },
+    "vision_config": {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8, "vocab_offset": 299},
+    "audio_config": {"hidden_size": 32, "vocab_size": 8, "vocab_offset": 307, "conf_num_hidden_layers": 1},
+}
+"""Its tower is that of `tests.vision_worlds`: mlx-vlm knows one of 300 million weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +32,24 @@ class TinyVlm:
         return self.loaded.model.config
 
 
+def _shrink_mobilenet() -> None:
+    """Gemma 3n's tower has no sizes in its configuration."""
+    tower = vlm_module("models.gemma3n.vision")
+    residual, inverted, attention = tower._er, tower._uir, tower._mmqa
+    blocks = [
+        [residual(3, 8, 2)],
+        [inverted(3, 5, 16, 2, 2.0)],
+        [inverted(5, 5, 32, 2, 2.0), attention(2, 8, 2), inverted(0, 0, 32, 1, 2.0, is_multiscale=True)],
+        [inverted(5, 5, 64, 2, 2.0), attention(2, 8, 1), inverted(0, 0, 64, 1, 2.0, is_multiscale=True)],
+    ]
+    adapter = tower.MobileNetV5MultiScaleFusionAdapter
+    tower.gemma3n_mobilenet_def = lambda: blocks
+    tower.MobileNetV5MultiScaleFusionAdapter = lambda **_: adapter(in_chs=[96], out_chs=32, output_resolution=(2, 2))
+
+
 def build_tiny(config: dict[str, Any]) -> Any:
+    if config["model_type"] == "gemma3n":
+        _shrink_mobilenet()
     model = build_random(config, 7, sees=True)
     if config["model_type"] == "gemma3":  # whose loader gives the head the embeddings' weights: small, or it says again
         text = model.language_model
@@ -52,14 +69,29 @@ def tiny_vlm(model_type: str) -> TinyVlm:
     model = build_tiny(config)
     module = vlm_module(f"models.{config['model_type']}")
     plain = module.Model(model.config)
-    names = {name for name, _ in tree_flatten(plain.parameters()) if not name.startswith("embed_audio.")}
-    assert names == {name for name, _ in tree_flatten(model.parameters())}
-    plain.load_weights(tree_flatten(model.parameters()), strict=False)
+    names = {name for name, _ in tree_flatten(plain.parameters())}
+    weights = {
+        name.replace("model.language_model.", "language_model.model."): array
+        for name, array in tree_flatten(model.parameters())
+    }
+    assert {name for name in names if name.split(".")[0] not in ("audio_tower", "embed_audio")} == weights.keys()
+    plain.load_weights(list(weights.items()), strict=False)
+    if model_type == "gemma3n":
+        plain.get_input_embeddings = partial(_scaled, plain, plain.get_input_embeddings)
     plain.eval()  # InternVL drops paths at random while it is trained
     evaluate_constants(model)
     if CONFIGS[model_type]["vision_config"] is ROWS:
         mx.eval(model.vision_tower.vision_model.patch_positional_embedding.inv_freq)
     return TinyVlm(LoadedModel(model_type, model, config, None), plain)
+
+
+def _scaled(plain: Any, original: Any, input_ids: mx.array, *arguments: Any, **more: Any) -> Any:
+    """As transformers: mlx-vlm leaves the scale of text's embeddings out where there is an image."""
+    made = original(input_ids, *arguments, **more)
+    is_text = (input_ids < plain.config.vision_config.vocab_offset)[..., None]
+    scaled = made.inputs_embeds * plain.config.text_config.hidden_size**0.5
+    made.inputs_embeds = mx.where(is_text, scaled, made.inputs_embeds)
+    return made
 
 
 def picture(model_type: str, seed: int) -> PromptImage:
@@ -75,6 +107,8 @@ def picture(model_type: str, seed: int) -> PromptImage:
     elif model_type == "gemma3":
         size, num_tokens = vision["image_size"], CONFIGS[model_type]["mm_tokens_per_image"]
         inputs = {"pixel_values": rng.standard_normal((1, 3, size, size), dtype=np.float32)}
+    elif model_type == "gemma3n":
+        num_tokens, inputs = 5, {"pixel_values": rng.standard_normal((1, 3, 64, 64), dtype=np.float32)}
     elif model_type.startswith("gemma4"):
         unit, side = vision.get("pooling_kernel_size", 1), vision.get("model_patch_size", vision["patch_size"])
         height, width = 3 * unit, (4 + seed % 2) * unit
@@ -112,6 +146,8 @@ def patches(model_type: str, pixels: np.ndarray, height: int) -> dict[str, Any]:
 
 def placeholders(image: PromptImage) -> list[int]:
     """The token ids of an image in a prompt."""
+    if "pixel_values" in image.inputs and image.inputs["pixel_values"].shape[2:] == (64, 64):  # Gemma 3n's
+        return [*[IMAGE] * (image.num_tokens - 1), IMAGE - 1]
     if "image_sizes" not in image.inputs:
         return [IMAGE] * image.num_tokens
     num_columns = (image.num_tokens + 1) // 3 - 1
@@ -139,6 +175,8 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     """The answer of mlx-vlm's own class, for the whole prompt alone."""
     ids, images = prompt
     model = vlm.plain
+    if vlm.config.model_type == "gemma3n":
+        return _greedy_without_caches(model, ids, images, num_tokens)
     if vlm.config.model_type == "gemma3":
         return _dense_greedy(model, ids, images, num_tokens)
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
@@ -153,6 +191,15 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     while len(tokens) < num_tokens:
         logits = model.language_model(mx.array([tokens[-1:]]), cache=caches).logits[0, -1]
         tokens.append(int(mx.argmax(logits).item()))
+    return tokens
+
+
+def _greedy_without_caches(model: Any, ids: Sequence[int], images: Sequence[PromptImage], num_tokens: int) -> list[int]:
+    """Gemma 3n. With caches, mlx-vlm's queries of layers that share K/V have the positions of later tokens."""
+    tokens: list[int] = []
+    pixels = mx.array(np.concatenate([image.inputs["pixel_values"] for image in images])) if images else None
+    while len(tokens) < num_tokens:
+        tokens.append(int(mx.argmax(model(mx.array([[*ids, *tokens]]), pixels).logits[0, -1]).item()))
     return tokens
 
 

@@ -40,7 +40,7 @@ from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer, Tracing, open_tracing
 from mlx_server.outputs import EngineStats, RequestOutput
 from mlx_server.request import FinishReason, Request, RequestStatus
-from mlx_server.runtime.checks.image_probe import count_placeholders
+from mlx_server.runtime.checks.image_families import count_placeholders
 from mlx_server.runtime.models.loader import RunnerInfo
 from mlx_server.sampling_params import SamplingParams
 

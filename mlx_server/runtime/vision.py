@@ -93,7 +93,7 @@ class ReadsImages(nn.Module, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def plain(self) -> Any:
-        """mlx-vlm's own model with the same weights, to compare with."""
+        """mlx-vlm's own model with the same weights, to compare with; None if there is none that is right."""
 
 
 def mrope_positions(images: Sequence[PromptImage], num_tokens: int, merge: int) -> IntArray:

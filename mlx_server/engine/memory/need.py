@@ -14,7 +14,7 @@ from typing import Any
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import draft_model_named, find_model
-from mlx_server.engine.vision.families import most_pixels
+from mlx_server.engine.vision.encoders import encoder_pixels, encoder_sizes
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import HELD_STATES
@@ -199,23 +199,23 @@ _PIXTRAL_HIDDEN, _PIXTRAL_LAYERS = 1024, 24
 
 
 def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: int) -> int:
-    """The peak memory of a vision encoder besides its weights while it encodes an image of up to `max_pixels`,
-    including its output. `described` is a whole config.json. Attention is over all patches of an image.
+    """The peak memory of a vision encoder besides its weights while it encodes up to `max_pixels`, including its
+    output. `described` is a whole config.json. Attention is over all patches of an image.
 
     1.5 million pixels in patches of 14 x 14 are 7,653 patches; in float32, the logits of 16 heads take 3.5 GiB if they
     are stored, as on the CPU.
     """
-    vision = described["vision_config"]
+    vision = encoder_sizes(described)
     size = partial(_first_size, vision)
-    side, patch = size("image_size"), size("patch_size") or 14
-    is_square = bool(side) and described.get("model_type") in _SQUARES
-    num_pixels = side * side if is_square else max_pixels
-    num_patches = max(1, num_pixels // patch**2)
+    if each := size("elements_for_a_pixel"):
+        return max_pixels * each * (item_bytes if is_metal() else _DTYPE_BYTES["float32"])
+    patch = size("patch_size") or 14
+    num_patches = max(1, max_pixels // patch**2)
     text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
     if described.get("model_type") == "gemma4_unified":  # its patches are large, and there are no layers
         patch = size("model_patch_size") or (size("patch_size") or 16) * (size("pooling_kernel_size") or 3)
         inner = size("mm_embed_dim") or text
-        num_elements = _INPUT_COPIES * 3 * num_pixels + num_pixels // patch**2 * (_HELD_AT_A_TIME * inner + text)
+        num_elements = _INPUT_COPIES * 3 * max_pixels + max_pixels // patch**2 * (_HELD_AT_A_TIME * inner + text)
         if is_metal():
             return num_elements * item_bytes
         return (num_elements + 3 * patch**2 * inner) * _DTYPE_BYTES["float32"]  # MLX turns the matrix there
@@ -223,7 +223,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     num_heads = size("num_attention_heads", "num_heads") or max(1, hidden // (size("head_dim") or 64))
     inner = size("intermediate_size") or 4 * hidden
     is_fused = is_metal() and hidden // num_heads in FUSED_DIMS
-    num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
+    num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * max_pixels
     num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
     merge = size("spatial_merge_size", "pooling_kernel_size")
     merge = max(1, merge or _first_size(described, "spatial_merge_size", "scale_factor", "downsample_factor"))
@@ -249,9 +249,6 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     )
     return num_elements * item_bytes + launched
 
-
-_SQUARES = ("gemma3", "idefics3", "smolvlm", "internvl", "internvl_chat")
-"""Families that scale every image to a square of one size."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _STORED_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -345,7 +342,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
     activations = _activation_bytes(config, text, weights)
     if sees:
         item_bytes = _item_bytes(settings, 2)
-        max_pixels = min(config.server.max_image_pixels, most_pixels(folder, described) or _NO_BOUND)
+        max_pixels = encoder_pixels(folder, described, config.server.max_image_pixels)
         activations += vision_bytes(described, max_pixels=max_pixels, item_bytes=item_bytes)
     kv_bytes = _pool_bytes(config, described, stored) + held * _item_bytes(settings, 2)
     return MemoryNeed(weights, activations, kv_bytes)

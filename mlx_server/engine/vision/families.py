@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mlx_server.engine.vision.encoders import processor_settings, square_side
 from mlx_server.request import DIGEST_BYTES
-from mlx_server.runtime.models.folder import read_model_json
 from mlx_server.runtime.models.vlm import vlm_module
 
 if TYPE_CHECKING:
@@ -71,28 +71,10 @@ class Family:
     is_bidirectional: Callable[[Mapping[str, Any]], bool] = lambda config: False
     load_processor: Callable[[Path, Mapping[str, Any]], Any] | None = None
     """Reads the processor of a folder with this config.json; None for the one that transformers chooses."""
-    most_pixels: Callable[[_Arrays, Mapping[str, Any]], int] | None = None
-    """How many pixels an image, or a tile that is encoded by itself, has at most after the processor with these
-    settings, by the config.json; None if only `--max-image-pixels` bounds it."""
-
-
-def most_pixels(folder: Path | None, config: Mapping[str, Any]) -> int | None:
-    """How many pixels the encoder gets at a time, by the processor's files; None if only `--max-image-pixels` bounds
-    it. Any thread. Raises `ModelLoadError` for unreadable files."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    if folder is None or family is None or family.most_pixels is None:
-        return None
-    return family.most_pixels(_settings(folder), config)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """The settings of an image processor, which are in one of two files, or in both."""
-    files = [read_model_json(folder / name) for name in ("preprocessor_config.json", "processor_config.json")]
-    return {name: value for file in files for name, value in (file.get("image_processor") or file).items()}
 
 
 def _needed_settings(folder: Path) -> dict[str, Any]:
-    if settings := _settings(folder):
+    if settings := processor_settings(folder):
         return settings
     raise FileNotFoundError("it has no settings of an image processor.")
 
@@ -124,7 +106,7 @@ def _intern_vl_processor(folder: Path, config: Mapping[str, Any]) -> Any:
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    side, settings = _tile_side(config), _settings(folder)
+    side, settings = square_side(config), processor_settings(folder)
     return GotOcr2ImageProcessorPil(
         size={"height": side, "width": side},
         min_patches=config.get("min_dynamic_patch", settings.get("min_patches", 1)),
@@ -180,6 +162,14 @@ def _lay_out_square(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
     return PreparedImage(text, (piece([model.image_token_id] * num_tokens, inputs),))
 
 
+def _lay_out_ended_square(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Gemma 3n: the same; the token behind the square belongs to the run, because its embedding is the encoder's."""
+    run = [model.image_token_id] * int(model.config.get("vision_soft_tokens_per_image", 256))
+    run.append(int(model.config.get("eoi_token_id", 262144)))
+    inputs = {"pixel_values": arrays["pixel_values"]}
+    return PreparedImage(f"\n\n<start_of_image>{model.image_token}\n\n", (piece(run, inputs),))
+
+
 def _lay_out_tiles(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
     """Idefics 3: rows of tiles, then the whole image scaled down; or only the latter. Each is a piece of its own.
 
@@ -233,14 +223,10 @@ _THUMBNAIL = "<|img_thumbnail|>"
 def _lay_out_squares(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
     """InternVL: rows of square tiles and the whole image scaled down, each a piece of its own, without marks
     between."""
-    side = _tile_side(model.config) // _first(model.config["vision_config"]["patch_size"])
+    side = square_side(model.config) // _first(model.config["vision_config"]["patch_size"])
     run = [model.image_token_id] * int((side * model.config.get("downsample_ratio", 0.5)) ** 2)
     pieces = tuple(piece(run, {"pixel_values": tile[None, None]}) for tile in arrays["pixel_values"])
     return PreparedImage(f"<img>{model.image_token * len(pieces)}</img>", pieces)
-
-
-def _tile_side(config: Mapping[str, Any]) -> int:
-    return _first(config.get("force_image_size") or config["vision_config"]["image_size"])
 
 
 def _first(size: Any) -> int:
@@ -311,22 +297,6 @@ def _frames_size(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
     return _grid_size(model, max_pixels * model.processor.temporal_patch_size)
 
 
-def _max_soft_pixels(settings: _Arrays, config: Mapping[str, Any]) -> int:
-    vision = config["vision_config"]
-    side = vision.get("pooling_kernel_size", 3) * vision.get("patch_size", 16)
-    return int(settings.get("max_soft_tokens", 280) * side**2)
-
-
-def _max_limited_pixels(settings: _Arrays, config: Mapping[str, Any]) -> int:
-    """Sides are padded to whole squares of patches, which is most for thin images."""
-    return int(settings.get("in_token_limit", 4096) * settings.get("patch_size", 14) ** 2 * 5 // 4)
-
-
-def _max_view_pixels(settings: _Arrays, config: Mapping[str, Any]) -> int:
-    side = settings.get("encoder_patch_size", 16) * settings.get("downsample_factor", 2)
-    return int(max(settings.get("tile_size", 512) ** 2, settings.get("max_image_tokens", 256) * side**2))
-
-
 def _soft_tokens(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
     """Gemma 4's limit on an image's tokens, one of five; the smallest may exceed `max_pixels`."""
     processor = model.processor
@@ -351,7 +321,6 @@ _GEMMA_4 = Family(
     options=_soft_tokens,
     is_bidirectional=_says_vision,
     load_processor=_gemma_4_processor,
-    most_pixels=_max_soft_pixels,
 )
 _GLM = Family(_lay_out_grid, around=("<|begin_of_image|>", "<|end_of_image|>"), options=_frames_size)
 _INTERN_VL = Family(
@@ -359,7 +328,7 @@ _INTERN_VL = Family(
     options=lambda model, max_pixels: {"crop_to_patches": True},
     load_processor=_intern_vl_processor,
 )
-_LFM_2 = Family(_lay_out_views, load_processor=_lfm_2_processor, most_pixels=_max_view_pixels)
+_LFM_2 = Family(_lay_out_views, load_processor=_lfm_2_processor)
 _IDEFICS_3 = Family(_lay_out_tiles, options=lambda model, max_pixels: {"return_row_col_info": True})
 _PIXTRAL = Family(_lay_out_rows, options=_rows_unit)
 
@@ -380,13 +349,13 @@ FAMILIES: Mapping[str, Family] = {
         around=("<|media_start|>image<|media_content|>", "<|media_end|>"),
         options=lambda model, max_pixels: {"max_pixels": max_pixels},
         load_processor=_KimiProcessor,
-        most_pixels=_max_limited_pixels,
     ),
     "lfm2_vl": _LFM_2,
     "lfm2-vl": _LFM_2,
     "internvl": _INTERN_VL,
     "internvl_chat": _INTERN_VL,
     "gemma3": _GEMMA_3,
+    "gemma3n": Family(_lay_out_ended_square),
     "gemma4": _GEMMA_4,
     "gemma4_unified": replace(_GEMMA_4, lay_out=_lay_out_merged),
     "idefics3": _IDEFICS_3,

@@ -4,239 +4,36 @@ with mlx-vlm's own forward pass."""
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Generator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.request import PromptImage
+from mlx_server.runtime.checks.image_families import (
+    IMAGE_FAMILIES,
+    TEXT_ONLY,
+    ImageFamily,
+    image_token_id,
+    not_served,
+    sees_both_ways,
+)
 from mlx_server.runtime.checks.probe import TOLERANCES, TrialRequests, relative_error
 from mlx_server.runtime.layers.adapters import is_adapted
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.vlm import vlm_module
-from mlx_server.runtime.vision import ImageEncoder, ReadsImages
+from mlx_server.runtime.vision import ImageEncoder, ImageRows, ReadsImages
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _BEFORE, _AFTER = 5, 7
 """Text tokens before and after the image."""
-
-TEXT_ONLY = "it is a text model"
-
-Sample = tuple[list[int], dict[str, Any]]
-"""The placeholder token ids of an image and the arguments of the encoder for it."""
-
-
-def _by_grid(config: Any, rng: np.random.Generator) -> Sample:
-    """For models whose processor cuts images into patches: 2 x 3 placeholders."""
-    merge = config.vision_config.spatial_merge_size
-    height, width = 2 * merge, 3 * merge
-    pixels = rng.standard_normal(_patches_shape(config, height * width), dtype=np.float32)
-    return [image_token_id(config)] * 6, {"pixel_values": pixels, **_grid_of(config, height, width)}
-
-
-def _patches_shape(config: Any, num_patches: int) -> tuple[int, ...]:
-    """Of the pixels of an image of so many patches."""
-    vision = config.vision_config
-    channels = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
-    patch = (channels, vision.patch_size, vision.patch_size)
-    if config.model_type == "paddleocr_vl":
-        return (1, num_patches, *patch)
-    if config.model_type == "kimi_vl":
-        return (num_patches, *patch)
-    return (num_patches, math.prod(patch) * vision.temporal_patch_size)
-
-
-def _grid_of(config: Any, height: int, width: int) -> dict[str, Any]:
-    """An image's sides in patches, as the encoder takes them."""
-    if config.model_type == "kimi_vl":
-        return {"image_grid_hws": np.array([[height, width]])}
-    return {"image_grid_thw": np.array([[1, height, width]])}
-
-
-def _by_tile(config: Any, rng: np.random.Generator) -> Sample:
-    """For models that encode square tiles separately."""
-    vision = config.vision_config
-    pixels = rng.standard_normal((1, 1, 3, vision.image_size, vision.image_size), dtype=np.float32)
-    return [image_token_id(config)] * _tile_tokens(config), {"pixel_values": pixels}
-
-
-def _tile_tokens(config: Any) -> int:
-    side = config.vision_config.image_size // config.vision_config.patch_size
-    if hasattr(config, "downsample_ratio"):
-        return int((side * config.downsample_ratio) ** 2)
-    return int(side**2 // config.scale_factor**2)
-
-
-def _by_view(config: Any, rng: np.random.Generator) -> Sample:
-    """For models that encode tiles with any proportions separately: 2 x 3 placeholders."""
-    height, width = 2 * config.downsample_factor, 3 * config.downsample_factor
-    vision = config.vision_config
-    shape = (1, height * width, vision.num_channels * vision.patch_size**2)
-    return [image_token_id(config)] * 6, {
-        "pixel_values": rng.standard_normal(shape, dtype=np.float32),
-        "pixel_attention_mask": np.ones(shape[:2], np.int32),
-        "spatial_shapes": np.array([[height, width]], np.int32),
-    }
-
-
-def _by_row(config: Any, rng: np.random.Generator) -> Sample:
-    """For models that put a token between rows: 2 x 3 placeholders with one text token between the rows."""
-    unit = _merged_patch(config)
-    pixels = rng.standard_normal((1, config.vision_config.num_channels, 2 * unit, 3 * unit), dtype=np.float32)
-    row = [image_token_id(config)] * 3
-    return [*row, 1, *row], {"pixel_values": pixels, "image_sizes": np.array([[2 * unit, 3 * unit]])}
-
-
-def _by_square(config: Any, rng: np.random.Generator) -> Sample:
-    """For models that scale every image to one square."""
-    side = config.vision_config.image_size
-    pixels = rng.standard_normal((1, config.vision_config.num_channels, side, side), dtype=np.float32)
-    return [image_token_id(config)] * config.text_config.mm_tokens_per_image, {"pixel_values": pixels}
-
-
-def _merged_patch(config: Any) -> int:
-    """The side of one placeholder in pixels."""
-    return int(config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1))
-
-
-def sees_both_ways(config: Any) -> bool:
-    """Whether the placeholders of an image attend to each other in both directions, by mlx-vlm's configuration."""
-    by_setting = getattr(config.text_config, "use_bidirectional_attention", None) == "vision"
-    return bool(config.model_type == "gemma3" or by_setting)
-
-
-def _by_pooling(config: Any, rng: np.random.Generator) -> Sample:
-    """For models with a token for each square of patches: 2 x 3 placeholders."""
-    side, unit, _ = _pooled_patches(config.vision_config)
-    height, width = 2 * unit, 3 * unit
-    pixels = rng.random((1, height * width, 3 * side**2), dtype=np.float32)
-    places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1).reshape(1, -1, 2)
-    return [image_token_id(config)] * 6, {"pixel_values": pixels, "image_position_ids": places}
-
-
-def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
-    _check(all(is_image))
-    merge = config.vision_config.spatial_merge_size
-    (name,) = _grid_of(config, 1, 1)
-    times, height, width = np.array([1, *np.asarray(inputs[name]).ravel()])[-3:].tolist()
-    _check(inputs["pixel_values"].shape == _patches_shape(config, times * height * width))
-    _check(height % merge == 0, width % merge == 0)
-    return int(times * height * width // merge**2)
-
-
-def _placeholders_by_tile(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
-    _check(all(is_image))
-    size = config.vision_config.image_size
-    mask = inputs.get("pixel_attention_mask")
-    _check(inputs["pixel_values"].shape == (1, 1, 3, size, size), mask is None or mask.shape == (1, 1, size, size))
-    _check(bool(np.any(inputs["pixel_values"])))  # a tile of zeros is padding to the encoder
-    return _tile_tokens(config)
-
-
-def _placeholders_by_view(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
-    _check(all(is_image))
-    vision, factor = config.vision_config, config.downsample_factor
-    height, width = np.asarray(inputs["spatial_shapes"]).reshape(2).tolist()
-    _check(inputs["pixel_values"].shape == (1, height * width, vision.num_channels * vision.patch_size**2))
-    _check(inputs["pixel_attention_mask"].shape == (1, height * width), bool(np.all(inputs["pixel_attention_mask"])))
-    return int(-(-height // factor) * -(-width // factor))
-
-
-def _placeholders_by_square(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
-    _check(all(is_image))
-    vision = config.vision_config
-    _check(inputs["pixel_values"].shape == (1, vision.num_channels, vision.image_size, vision.image_size))
-    return int(config.text_config.mm_tokens_per_image)
-
-
-def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
-    unit, vision = _merged_patch(config), config.vision_config
-    height, width = np.asarray(inputs["image_sizes"]).reshape(2).tolist()
-    _check(inputs["pixel_values"].shape == (1, vision.num_channels, height, width))
-    _check(height % unit == width % unit == 0, 0 < height <= vision.image_size, 0 < width <= vision.image_size)
-    rows = [[True] * (width // unit)] * (height // unit)
-    apart = [*chain.from_iterable([*row, False] for row in rows)][:-1]
-    _check(list(is_image) in (apart, [*chain.from_iterable(rows)]))
-    return len(is_image)
-
-
-def _placeholders_by_pooling(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
-    _check(all(is_image))
-    (side, unit, num_places), places = _pooled_patches(config.vision_config), np.asarray(inputs["image_position_ids"])
-    num_patches = places.shape[1]
-    _check(inputs["pixel_values"].shape == (1, num_patches, 3 * side**2))
-    _check(places.shape == (1, num_patches, 2), num_patches % unit**2 == 0)
-    _check(bool((places >= 0).all()), bool((places < num_places).all()))
-    return int(num_patches // unit**2)
-
-
-def _pooled_patches(vision: Any) -> tuple[int, int, int]:
-    """The side of a patch in pixels, that of a placeholder in patches, and how many places there are along a side."""
-    if hasattr(vision, "model_patch_size"):
-        return vision.model_patch_size, 1, vision.mm_posemb_size
-    return vision.patch_size, vision.pooling_kernel_size, vision.position_embedding_size
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How to make a sample image, and how to count the placeholders of an image (raises if its arrays do not match)."""
-
-    sample: Callable[[Any, np.random.Generator], Sample]
-    count: Callable[[Any, Mapping[str, Any], Sequence[bool]], int]
-
-
-IMAGE_FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(
-        (
-            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-            *("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "dots_ocr", "kimi_vl"),
-        ),
-        _Family(_by_grid, _placeholders_by_grid),
-    ),
-    "gemma3": _Family(_by_square, _placeholders_by_square),
-    **dict.fromkeys(("gemma4", "gemma4_unified"), _Family(_by_pooling, _placeholders_by_pooling)),
-    **dict.fromkeys(("idefics3", "smolvlm", "internvl", "internvl_chat"), _Family(_by_tile, _placeholders_by_tile)),
-    **dict.fromkeys(("lfm2_vl", "lfm2-vl"), _Family(_by_view, _placeholders_by_view)),
-    **dict.fromkeys(("pixtral", "mistral3"), _Family(_by_row, _placeholders_by_row)),
-}
-"""The families whose images are served, by `model_type`."""
-
-
-def _check(*conditions: bool) -> None:
-    if not all(conditions):
-        raise ValueError("shapes that do not match")
-
-
-def count_placeholders(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> int | None:
-    """The number of placeholders of an image with these arrays; None if the encoder cannot take the arrays, or if
-    `token_ids`, the image's part of the prompt, do not match them. Any thread."""
-    placeholder = image_token_id(model.config)
-    try:
-        is_image = [token_id == placeholder for token_id in token_ids]
-        return IMAGE_FAMILIES[model.model_type].count(model.config, inputs, is_image)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
-
-
-def image_token_id(config: Any) -> int:
-    """The token id of a placeholder in mlx-vlm's configuration."""
-    names = ("image_token_index", "image_token_id")
-    return int(next(getattr(config, name) for name in names if getattr(config, name, None) is not None))
-
-
-def not_served(model_type: Any) -> str:
-    """The reason why a model of a type that is not in `IMAGE_FAMILIES` takes no images."""
-    return f"images are served for models of type {', '.join(IMAGE_FAMILIES)}, and this one is of type {model_type}"
 
 
 def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> Generator[float, None, str]:
@@ -257,12 +54,12 @@ def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> Genera
 
 
 def _encoder_parts(model: ReadsImages) -> list[nn.Module]:
-    parts = {name: part for name, part in model.children().items() if name != "language_model"}
+    parts = {name: part for name, part in model.children().items() if name not in ("language_model", "model")}
     return [part for _, part in tree_flatten(parts, is_leaf=nn.Module.is_module)]
 
 
 def _difference(
-    model: ReadsImages, runner: ModelRunner, vocab_size: int, family: _Family
+    model: ReadsImages, runner: ModelRunner, vocab_size: int, family: ImageFamily
 ) -> Generator[float, None, str]:
     """What is wrong with an image in a ragged batch; empty if nothing is."""
     try:
@@ -300,11 +97,16 @@ def _error(
 def _plain_logits(model: Any, prompt: list[int], following: int, image: PromptImage) -> mx.array:
     """mlx-vlm's own logits after the prompt and after one more token: `[2, vocabulary]`. For a bidirectional image with
     our masks: mlx-vlm's let all tokens of a prompt see each other in Gemma 3, and all layers see both ways in
-    Gemma 4."""
-    whole = model.plain()
-    caches = vlm_module("models.cache").make_prompt_cache(whole.language_model)
+    Gemma 4. Of a model without a plain one, its own for the prompt alone."""
+    whole, ids = model.plain(), mx.array([prompt])
     arrays = {name: mx.array(value) for name, value in image.inputs.items()}
-    ids = mx.array([prompt])
+    if whole is None:
+        encoded = model.embed_image(ids[:, image.start : image.end], arrays)
+        rows = ImageRows(np.arange(image.start, image.end, dtype=np.int32), encoded, None)
+        caches = make_prompt_cache(model)
+        both = [model(ids, cache=caches, image_rows=rows), model(mx.array([[following]]), cache=caches)]
+        return mx.stack([logits[0, -1] for logits in both])
+    caches = vlm_module("models.cache").make_prompt_cache(whole.language_model)
     if image.is_bidirectional:
         caches = [_MaskedCache(image, in_windows=model.spans_in_windows) for _ in caches]
         made = whole.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)

@@ -22,7 +22,7 @@ from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
-from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, TEXT_ONLY, not_served
+from mlx_server.runtime.checks.image_families import IMAGE_FAMILIES, TEXT_ONLY, not_served
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.folder import added_token_id, only_drafts, read_headers, read_model_json

@@ -6,6 +6,7 @@ tower makes the embeddings of an image, and positions in three axes come in thro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,24 +21,32 @@ from mlx_server.runtime.attention.cache_views import UnpageableError
 from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
+_SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
+"""Tensors that are not loaded."""
+
 
 @dataclass(frozen=True, slots=True)
 class TowerFamily:
     """How the towers of some model types are used.
 
     `parts` are their attributes in mlx-vlm's model, and `names` what marks their tensors in files. `embed` gives the
-    embeddings `[n, D]` of an image from its arrays. `arguments` are those of mlx-lm's model for ids `[B, L]` with rows
-    of images, whose embeddings are the last argument.
+    embeddings `[n, D]` of an image from its placeholders `[1, n]` and arrays. `arguments` are those of mlx-lm's model
+    for ids `[B, L]` with rows of images, whose embeddings are the last argument. `text` is where mlx-lm's model has the
+    text part, and where mlx-vlm's files have it. `needs_sound`: mlx-vlm's model is only built with its tower for sound,
+    which is not loaded. `has_plain`: mlx-vlm's whole model gives right logits.
     """
 
     parts: tuple[str, ...]
     names: tuple[str, ...]
-    embed: Callable[[TowerModel, Mapping[str, mx.array]], mx.array]
+    embed: Callable[[TowerModel, mx.array, Mapping[str, mx.array]], mx.array]
     arguments: Callable[[TowerModel, mx.array, ImageRows, mx.array], dict[str, Any]]
     spans_in_windows: bool = False
+    text: tuple[str, str] = ("language_model", "language_model")
+    needs_sound: bool = False
+    has_plain: bool = True
 
 
-def _embed_qwen(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
+def _embed_qwen(model: TowerModel, ids: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
     pixels = inputs["pixel_values"].astype(model.vision_tower.patch_embed.proj.weight.dtype)
     embeddings: mx.array = model.vision_tower(pixels, inputs["image_grid_thw"])[0]
     return embeddings
@@ -47,7 +56,7 @@ def _qwen_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: m
     return {"input_embeddings": rows.put(images, model.language_model.model.embed_tokens(ids))}
 
 
-def _embed_gemma(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
+def _embed_gemma(model: TowerModel, ids: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
     """As the tower's own call, which waits for the device to count the patches without padding: here all are."""
     tower, places = model.vision_tower, inputs["image_position_ids"]
     is_padding = mx.zeros(places.shape[:2], mx.bool_)
@@ -61,7 +70,7 @@ def _embed_gemma(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
     return embeddings[0]
 
 
-def _embed_unified(model: TowerModel, inputs: Mapping[str, mx.array]) -> mx.array:
+def _embed_unified(model: TowerModel, ids: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
     """In the type of the weights, as transformers does: pixels in float32 would turn the matrices into it."""
     embedder = model.vision_embedder
     pixels = inputs["pixel_values"].astype(embedder.pos_embedding.dtype)
@@ -92,6 +101,18 @@ class _Unscaled:
         return self.rows.put(self.images, self.tokens * scale)
 
 
+def _embed_gemma_3n(model: TowerModel, ids: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
+    """The square, and the token behind it, which has an embedding among the tower's weights."""
+    pixels = inputs["pixel_values"].astype(model.embed_vision.soft_embedding_norm.weight.dtype)
+    square = model.module.Model.get_image_features(pixels, model.vision_tower, model.config, model.embed_vision)[0]
+    return mx.concatenate([square, model.embed_vision(input_ids=ids[0, len(square) :])])
+
+
+def _gemma_3n_arguments(model: TowerModel, ids: mx.array, rows: ImageRows, images: mx.array) -> dict[str, Any]:
+    body = model.model.language_model
+    return {"input_embeddings": rows.put(images, body.embed_tokens(ids) * body.hidden_size**0.5)}
+
+
 _QWEN = TowerFamily(("vision_tower",), ("visual.", "vision_tower."), _embed_qwen, _qwen_arguments)
 _GEMMA = TowerFamily(
     ("vision_tower", "embed_vision"),
@@ -104,6 +125,15 @@ _GEMMA = TowerFamily(
 TOWER_FAMILIES: Mapping[str, TowerFamily] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "gemma3n": TowerFamily(
+        ("vision_tower", "embed_vision"),
+        ("vision_tower.", "embed_vision."),
+        _embed_gemma_3n,
+        _gemma_3n_arguments,
+        text=("model.language_model", "language_model.model"),
+        needs_sound=True,
+        has_plain=False,  # its queries of layers that share K/V have wrong positions where there are caches
+    ),
     "gemma4": _GEMMA,
     "gemma4_unified": replace(
         _GEMMA,
@@ -127,9 +157,10 @@ class TowerArguments:
 class _ArgumentsMaker:
     text: Any
     whole: Any
+    needs_sound: bool
 
     def from_dict(self, config: Mapping[str, Any]) -> TowerArguments:
-        whole = {**config, "audio_config": None}  # towers for sound are not loaded
+        whole = {**config} if self.needs_sound else {**config, "audio_config": None}
         return TowerArguments(self.text.from_dict(dict(config)), self.whole.from_dict(whole))
 
 
@@ -139,7 +170,8 @@ def tower_classes(
     """The classes of a model and of its arguments: mlx-lm's `text` ones with the tower of mlx-vlm's model class."""
     family = TOWER_FAMILIES[model_type]
     members = {"module": vlm[0].module, "family": family, "spans_in_windows": family.spans_in_windows}
-    return type(text[0].__name__, (TowerModel, text[0]), members), _ArgumentsMaker(text[1], vlm[1])
+    made = type(text[0].__name__, (TowerModel, text[0]), members)
+    return made, _ArgumentsMaker(text[1], vlm[1], family.needs_sound)
 
 
 class TowerModel(ReadsImages):
@@ -178,10 +210,12 @@ class TowerModel(ReadsImages):
             self._axes.set(None)
 
     def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
-        return EncodedImage(self.family.embed(self, inputs), ())
+        return EncodedImage(self.family.embed(self, ids, inputs), ())
 
     def plain(self) -> Any:
         """Its layers with weights are those of this model, as far as their names are equal."""
+        if not self.family.has_plain:
+            return None
         whole = self.module.Model(self.config)
         ours = {path: module for path, module in self.named_modules() if tree_flatten(module.parameters())}
         leaves = [path for path, module in whole.named_modules() if not module.children() and path in ours]
@@ -190,12 +224,14 @@ class TowerModel(ReadsImages):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """The tensors of the text as mlx-lm's model takes them, those of the tower as mlx-vlm's."""
+        here, there = self.family.text
         tower = {name: array for name, array in weights.items() if any(mark in name for mark in self.family.names)}
-        text: dict[str, mx.array] = super().sanitize({name: weights[name] for name in weights if name not in tower})
+        others = {name: array for name, array in weights.items() if name not in tower and not _SOUND.search(name)}
+        text = super().sanitize({re.sub(f"^{there}", here, name): array for name, array in others.items()})
         whole = SimpleNamespace(config=self.config, audio_tower=None, embed_audio=None)
         cleaned: dict[str, mx.array] = self.module.Model.sanitize(whole, tower)
         encoder = getattr(self, self.family.parts[0])
-        return text | (encoder.sanitize(cleaned) if hasattr(encoder, "sanitize") else cleaned)
+        return dict(text) | (encoder.sanitize(cleaned) if hasattr(encoder, "sanitize") else cleaned)
 
 
 def _mrope_sections(config: Any) -> list[int]:

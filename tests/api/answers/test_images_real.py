@@ -20,7 +20,7 @@ from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.vision.families import FAMILIES, processor_for_pillow
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.request import PromptImage
-from mlx_server.runtime.checks.image_probe import image_token_id
+from mlx_server.runtime.checks.image_families import image_token_id
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.api.real_worlds import RealWorld, started

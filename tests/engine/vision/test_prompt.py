@@ -51,6 +51,7 @@ class Eyes:
             assert set(ids[image.start : image.end]) <= {
                 self.model.image_token_id,
                 self.tokenizer.token_to_id("[IMG_BREAK]"),
+                self.model.config.get("eoi_token_id") if self.model.model_type == "gemma3n" else None,
             }
             pieces += [self.tokenizer.decode(ids[start : image.start], skip_special_tokens=False)]
             pieces += [f"#{digests.get(image.digest, '?')}#"]

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_server.engine.vision import families, seeing
 from mlx_server.engine.vision.decoding import UnreadableImageError, decode
+from mlx_server.engine.vision.encoders import encoder_pixels
 from mlx_server.engine.vision.families import PreparedImage
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ModelLoadError
@@ -19,6 +20,7 @@ from mlx_server.runtime.models.vlm import vlm_module
 from tests.picture_worlds import (
     FOLDERS,
     GEMMA,
+    GEMMA_3N,
     GEMMA_4,
     GLM,
     INTERN_VL,
@@ -51,6 +53,22 @@ def test_gemmas_images_are_one_square(tmp_path: Path):
     assert found.text == "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
     assert (piece.num_tokens, piece.inputs["pixel_values"].shape) == (4, (1, 3, 56, 56))
     assert set(piece.inputs) == {"pixel_values"}
+
+
+@pytest.mark.parametrize("size", [(64, 64), (200, 30)])
+def test_gemma_3ns_images_are_a_square_with_the_token_behind_it(tmp_path: Path, size: tuple[int, int]):
+    theirs = vlm_module("models.gemma3n.processing_gemma3n").Gemma3nProcessor
+    model, tokenizer = load(GEMMA_3N, tmp_path), GEMMA_3N.tokenizer()
+    tokens = {"boi": "<start_of_image>", "eoi": "<image|>", "image": "<image_soft_token>"}
+    for name, token in {**tokens, "boa": "<start_of_image>", "eoa": "<image|>", "audio": "<image|>"}.items():
+        setattr(tokenizer.hf, f"{name}_token", token)
+        setattr(tokenizer.hf, f"{name}_token_id", tokenizer.token_to_id(token))
+    expected = plain(
+        theirs(None, model.processor, tokenizer.hf, image_seq_length=4)(picture(size=size), "See <image_soft_token>")
+    )
+    found = model.prepare(encoded(picture(size=size)))
+    assert spread(model, found) == expected["input_ids"][0].tolist()
+    as_reference(found, expected, 0)
 
 
 def test_smolvlms_images_are_tiles_that_are_pieces(tmp_path: Path):
@@ -364,8 +382,7 @@ def test_extreme_proportions_are_refused_with_a_remedy(tmp_path: Path, folder: V
 @pytest.mark.parametrize("size", [(640, 480), (600, 60), (3, 4), (60, 60)])
 def test_the_encoder_gets_no_more_pixels_than_are_booked(tmp_path: Path, folder: VisionFolder, size: tuple[int, int]):
     model = load(folder, tmp_path)
-    most = families.most_pixels(tmp_path, folder.config)
-    assert most is not None
+    most = encoder_pixels(tmp_path, folder.config, 50_000_000)
     found = model.prepare(encoded(picture(size=size)))
     assert max(piece.inputs["pixel_values"].size for piece in found.pieces) <= 3 * most
 

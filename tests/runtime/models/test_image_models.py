@@ -19,7 +19,8 @@ from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
 from mlx_server.runtime.cache.layers import PoolRoom
-from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, find_image_fault, sees_both_ways
+from mlx_server.runtime.checks.image_families import IMAGE_FAMILIES, sees_both_ways
+from mlx_server.runtime.checks.image_probe import find_image_fault
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner

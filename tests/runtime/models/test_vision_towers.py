@@ -40,11 +40,13 @@ def published(model_type: str) -> Weights:
     one, and towers for sound."""
     weights = {}
     for name, array in tree_flatten(tiny_vlm(model_type).loaded.model.parameters()):
+        if model_type == "gemma3n" and array.ndim == 4:
+            array = array.transpose(0, 3, 1, 2)
         if name.endswith("patch_embed.proj.weight"):
             array = array.transpose(0, 4, 1, 2, 3)
         if name.endswith("conv1d.weight"):
             array = array.swapaxes(1, 2)
-        is_text = name.startswith("language_model.")
+        is_text = "language_model." in name
         if is_text and model_type == "qwen3_5" and "norm" in name and not name.endswith("linear_attn.norm.weight"):
             array = array - 1
         name = name.replace("language_model.model.", "model.language_model.").replace(
@@ -67,7 +69,25 @@ def folder_of(model_type: str, path: Path) -> Path:
     return save_model_folder(loaded.model, loaded.config, path, byte_tokenizer())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4", "gemma4_unified"])
+def by_mlx_vlm(weights: Weights) -> Weights:
+    """The names of Gemma 3n's weights after a conversion by mlx-vlm; mlx-lm does not read them."""
+    return {
+        name.removeprefix("model.").replace("language_model.", "language_model.model."): array.transpose(0, 2, 3, 1)
+        if array.ndim == 4
+        else array
+        for name, array in weights.items()
+    }
+
+
+def test_files_of_gemma_3n_that_mlx_vlm_has_converted_are_loaded(tmp_path: Path) -> None:
+    folder, wanted = folder_of("gemma3n", tmp_path), dict(tree_flatten(tiny_vlm("gemma3n").loaded.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), by_mlx_vlm(published("gemma3n")))
+    found = dict(tree_flatten(load(str(folder)).model.parameters()))
+    assert found.keys() == wanted.keys()
+    assert all(mx.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3n", "gemma4", "gemma4_unified"])
 def test_files_as_published_are_loaded_whole_but_for_sound_and_booked(model_type: str, tmp_path: Path) -> None:
     folder, wanted = folder_of(model_type, tmp_path), dict(tree_flatten(tiny_vlm(model_type).loaded.model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), published(model_type))
@@ -118,7 +138,7 @@ def test_embeddings_in_bfloat16_do_not_round_an_images_twice(
     assert blindness(quantized) == ""
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4", "gemma4_unified"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3n", "gemma4", "gemma4_unified"])
 def test_towers_compute_in_the_type_of_their_weights(model_type: str) -> None:
     """Pixels in float32 would turn whole matrices into it, which is not booked."""
     model, image = build_tiny({"model_type": model_type, **CONFIGS[model_type]}), picture(model_type, 1)
@@ -138,15 +158,16 @@ def test_a_layer_that_mlx_vlm_computes_otherwise_is_found_at_load(qwen: Path, mo
     assert "with an image its logits differ by" in blindness(qwen)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma4", "gemma4_moe", "gemma4_unified"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3n", "gemma4", "gemma4_moe", "gemma4_unified"])
 def test_encoding_does_not_wait_for_the_device(model_type: str) -> None:
     """A step is running meanwhile, and the next one could not be launched. What waits cannot be compiled."""
-    model, inputs = tiny_vlm(model_type).loaded.model, picture(model_type, 1).inputs
+    model, image = tiny_vlm(model_type).loaded.model, picture(model_type, 1)
+    ids, inputs = mx.array([placeholders(image)]), image.inputs
     pixels = mx.array(inputs["pixel_values"])
     others = {name: mx.array(array) for name, array in inputs.items() if name != "pixel_values"}
 
     def embed(pixels: mx.array) -> mx.array:
-        made: mx.array = model.family.embed(model, {"pixel_values": pixels, **others})
+        made: mx.array = model.family.embed(model, ids, {"pixel_values": pixels, **others})
         return made
 
     found = mx.compile(embed)(pixels)
