@@ -53,7 +53,7 @@ class InfillRequest(OneAnswerOfText):
     n_predict: _Limit = None
     max_tokens: _Limit = None
     n_indent: Int | None = Field(None, ge=0)
-    t_max_predict_ms: Annotated[_Limit, Field(le=2**31)] = None
+    t_max_predict_ms: Annotated[Int | None, Field(ge=0, le=2**31), BeforeValidator(no_limit)] = None
     samplers: Strings | None = None
     seed: Annotated[Int | None, BeforeValidator(no_limit)] = None
     return_tokens: Bool | None = None

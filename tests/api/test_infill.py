@@ -199,6 +199,12 @@ async def test_a_line_with_too_little_indentation_ends_the_stream_and_the_reques
     await coder.settle()
 
 
+async def test_minus_one_and_null_are_no_limits(coder: World):
+    for limit in (-1, None):
+        body = (await infill(coder, n_predict=limit, max_tokens=limit, t_max_predict_ms=limit)).json()
+        assert (body["content"], body["generation_settings"]["n_predict"]) == ("Hello world", -1)
+
+
 async def test_more_than_the_context_is_cut(coder: World):
     asks = {"input_prefix": "a" * 500_000, "input_suffix": "b" * 500_000, "input_extra": [{"text": "c" * 500_000}]}
     for limit, most in ((10, 501), (None, 383), (400, 383)):
@@ -213,6 +219,7 @@ async def test_more_than_the_context_is_cut(coder: World):
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"n_predict": -2}, "n_predict"),
         ({"t_max_predict_ms": 10**400}, "t_max_predict_ms"),
+        ({"t_max_predict_ms": -2}, "t_max_predict_ms"),
         ({"n_probs": 3}, "n_probs"),
         ({"n": 2}, "n"),
         ({"mirostat": 2}, "mirostat"),
