@@ -26,6 +26,7 @@ from mlx_server.runtime.cache.row_pool import (
     Rows,
     RowsShape,
     Slots,
+    make_side,
     row_bytes,
     side_bits,
 )
@@ -258,8 +259,10 @@ class ReferenceBackend:
         self.make_rows = make_rows
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:
-        dims = spec.key_dim, spec.value_dim
-        return RowPool.make(num_blocks, spec.num_kv_heads, dims, spec.dtype, spec.bits, self.make_rows)
+        places = num_blocks * BLOCK_SIZE, spec.num_kv_heads
+        sides = zip((spec.key_dim, spec.value_dim), side_bits(spec.bits))
+        keys, values = (make_side((*places, dim), spec.dtype, bits, self.make_rows) for dim, bits in sides)
+        return RowPool(keys, values, num_blocks)
 
     def change_pool(self, pool: RowPool, change: PoolChange) -> RowPool:
         sources = block_sources(pool.num_blocks, change)

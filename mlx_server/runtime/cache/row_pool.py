@@ -311,21 +311,6 @@ class RowPool:
     values: Rows
     num_blocks: int
 
-    @classmethod
-    def make(
-        cls,
-        num_blocks: int,
-        num_heads: int,
-        dims: tuple[int, int],
-        dtype: mx.Dtype,
-        bits: KvBits | None,
-        make: MakeRows = PlainRows.zeros,
-    ) -> RowPool:
-        """Zeros for K and V with these dimensions, unquantised or in `bits`, in rows that `make` creates."""
-        slots = num_blocks * BLOCK_SIZE
-        keys, values = (_zeros((slots, num_heads, dim), dtype, n, make) for dim, n in zip(dims, side_bits(bits)))
-        return cls(keys, values, num_blocks)
-
     def take(self, slots: Slots) -> RowPool:
         """A new pool with the rows at `slots`, which make whole blocks."""
         return RowPool(self.keys.take(slots), self.values.take(slots), slots.numbers.size // BLOCK_SIZE)
@@ -341,7 +326,8 @@ class RowPool:
         return [*self.keys.arrays(), *self.values.arrays()]
 
 
-def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None, make: MakeRows) -> Rows:
+def make_side(shape: RowsShape, dtype: mx.Dtype, bits: int | None, make: MakeRows) -> Rows:
+    """Zeros for K or V, unquantised or in `bits`, in rows that `make` creates."""
     if not shape[-1]:  # some caches have keys only
         return PlainRows.zeros(shape, dtype)
     return make(shape, dtype) if bits is None else QuantizedRows.zeros(shape, dtype, bits, make)
