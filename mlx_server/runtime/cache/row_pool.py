@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -80,42 +81,45 @@ RowsShape = tuple[int, ...]
 """The number of slots and the shape of each: for K/V heads and dimensions."""
 
 
-class Rows(Protocol):
-    """Logically an array `[num_slots, ...]` that is read and written by rows.
+class Rows(ABC):
+    """Logically an array `[num_slots, ...]` that is read and written by rows; `QuantizedRows` consist of several.
 
     With `needs_synchronous_steps`, a step may be built but not submitted while another one runs, because its writes
     would copy all slots.
     """
 
-    needs_synchronous_steps: bool
+    needs_synchronous_steps = False
+    _shape: RowsShape
 
+    @abstractmethod
     def write(self, slots: Slots, rows: mx.array) -> None:
         """Stores rows `[N, ...]` at slots `[N]`."""
-        ...
 
+    @abstractmethod
     def read(self, slots: Slots) -> mx.array:
         """The rows at slots `[...]`: `[..., ...]`."""
-        ...
 
+    @abstractmethod
     def take(self, slots: Slots) -> Rows:
         """A copy with the rows at `slots` `[N]` only, evaluated."""
-        ...
 
     def view(self, shape: RowsShape) -> Rows:
         """The same memory in another shape; both share their content."""
-        ...
+        view = copy(self)
+        view._shape = shape
+        return view
 
     def parts(self) -> Sequence[Rows]:
         """The rows that these consist of; they return exactly the bytes that were written."""
-        ...
+        return [self]
 
+    @abstractmethod
     def arrays(self) -> list[mx.array]:
         """The arrays to evaluate so that the rows hold what was written."""
-        ...
 
     def tokens(self) -> list[mx.array]:
         """Small arrays that depend on the writes; empty if this kind of rows has none."""
-        ...
+        return []
 
 
 MakeRows = Callable[[RowsShape, mx.Dtype], Rows]
@@ -131,7 +135,7 @@ class _Memory:
     readings: list[mx.array] = field(default_factory=list)
 
 
-class PlainRows:
+class PlainRows(Rows):
     """Unquantised rows, written by scatter. MLX copies the array unless nothing else refers to it; so what the same
     step has read is computed first, and steps must be synchronous."""
 
@@ -163,20 +167,9 @@ class PlainRows:
     def take(self, slots: Slots) -> PlainRows:
         return PlainRows(self._array()[slots.array])
 
-    def parts(self) -> Sequence[Rows]:
-        return [self]
-
-    def view(self, shape: RowsShape) -> PlainRows:
-        view = copy(self)
-        view._shape = shape
-        return view
-
     def arrays(self) -> list[mx.array]:
         self._memory.readings.clear()  # the step ends; its reads are done when the next one writes
         return [self._memory.array]
-
-    def tokens(self) -> list[mx.array]:
-        return []
 
     def _array(self) -> mx.array:
         array = self._memory.array
@@ -208,14 +201,12 @@ class _Chained:
     token: mx.array
 
 
-class RowsInPlace:
+class RowsInPlace(Rows):
     """Unquantised rows that kernels of a GPU, or nodes of the native library, read and write where they lie.
 
     MLX cannot see that they write into the array. So each of them takes the token of the last use as an input and
     returns a new one: the tokens are a chain through all uses of the memory, in any shape, across steps.
     """
-
-    needs_synchronous_steps = False
 
     def __init__(self, operations: RowOperations, array: mx.array) -> None:
         """`array` has at least one row, and at least `SMALL_ARRAY` numbers if kernels get it."""
@@ -241,14 +232,6 @@ class RowsInPlace:
         mx.eval(self._memory.token)  # what was written is there
         return RowsInPlace(self._operations, self._memory.array.reshape(self._shape)[slots.array])
 
-    def parts(self) -> Sequence[Rows]:
-        return [self]
-
-    def view(self, shape: RowsShape) -> RowsInPlace:
-        view = copy(self)
-        view._shape = shape
-        return view
-
     def arrays(self) -> list[mx.array]:
         return [self._memory.array, self._memory.token]
 
@@ -256,7 +239,7 @@ class RowsInPlace:
         return [self._memory.token]
 
 
-class QuantizedRows:
+class QuantizedRows(Rows):
     """Rows with `bits` for each number, and a scale and a bias for each group of numbers."""
 
     def __init__(self, parts: Sequence[Rows], bits: int, dtype: mx.Dtype) -> None:
