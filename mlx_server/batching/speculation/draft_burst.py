@@ -30,17 +30,10 @@ NO_BURST = Burst(0, frozenset(), 0.0)
 
 
 def choose_burst(
-    rates: Mapping[str, float],
-    most: int,
-    room: StepRoom,
-    target: RowCosts,
-    draft: RowCosts,
-    wait_s: float = 0.0,
-    *,
-    is_one_step: bool = False,
+    rates: Mapping[str, float], most: int, room: StepRoom, draft: RowCosts, *, is_one_step: bool = False
 ) -> Burst:
-    """The burst of up to `most` tokens a request that gives the most tokens a second, counting its own time and that of
-    the step after it; `NO_BURST` if that is not 5 % more than without drafts.
+    """The burst of up to `most` tokens a request that gives the most tokens a second, counting its own time (by the
+    costs of `draft`) and that of the step after it; `NO_BURST` if that is not 5 % more than without drafts.
 
     All requests of a burst get the same number of drafts, since its steps take nearly as long for few requests as for
     many. So of n requests, the m whose drafts are accepted most often get k tokens each, for the best m and k.
@@ -59,7 +52,7 @@ def choose_burst(
     Rows that are computed again after a wrong draft count as in `choose_depths`.
     """
     names = sorted(rates, key=lambda name: -rates[name])
-    num_known = room.num_known_rows
+    num_known, target = room.num_known_rows, room.costs
     max_rows = min(room.most, 2 * max(target.max_rows, num_known) - num_known)
     most = min(most, max_rows)
     if not names or most < 1:
@@ -75,7 +68,7 @@ def choose_burst(
         return NO_BURST
     decode_s = burst_s + curve[num_rows]
     again_s = _expected_rows_again(names, rates, most, room) * (curve[num_rows] - plain_s) / num_rows
-    speeds = tokens / (decode_s + again_s + wait_s)
+    speeds = tokens / (decode_s + again_s + room.wait_s)
     speeds[(num_rows > max_rows) | (decode_s > max(room.limit_s, plain_s))] = 0.0
     best = int(speeds.argmax())
     if speeds.flat[best] * plain_s <= room.min_gain * room.num_rows:

@@ -169,7 +169,8 @@ MIN_GAIN_BESIDE_PROMPTS = 1.5
 
 class StepRoom(NamedTuple):
     """The rows of a step. Without drafts it has `num_rows`, one for each running request. Drafts may add up to `most`,
-    if decoding then takes at most `limit_s` and gives `min_gain` times as many tokens a second.
+    if decoding then takes at most `limit_s` and gives `min_gain` times as many tokens a second. `costs` are the times
+    of steps, and `wait_s` is how long the device waits for the host after a step with drafts.
 
     The time of prompts in the step does not count, and a request that computes its prompt counts as if it decoded, as
     it soon will. The time that drafts take is lost to prompts, so drafts pay off only if their tokens would take longer
@@ -181,9 +182,11 @@ class StepRoom(NamedTuple):
     """
 
     num_rows: int
+    costs: RowCosts
     most: int = 256
     limit_s: float = math.inf
     min_gain: float = MIN_GAIN
+    wait_s: float = 0.0
     num_known: Mapping[str, int] | None = None
 
     @property
@@ -192,16 +195,13 @@ class StepRoom(NamedTuple):
         return self.num_rows + sum([count - 1 for count in (self.num_known or {}).values()])
 
 
-def choose_depths(
-    proposed: Mapping[str, int], rates: Mapping[str, float], room: StepRoom, costs: RowCosts, wait_s: float = 0.0
-) -> dict[str, int]:
+def choose_depths(proposed: Mapping[str, int], rates: Mapping[str, float], room: StepRoom) -> dict[str, int]:
     """How many of its `proposed` drafts each request should carry, so that the step gives the most tokens a second.
 
     A step gives each of its requests a token. If a request's acceptance rate is a, its j-th draft adds a^j tokens and
     one row. Rows are added in the order of the tokens that they add. The prefix of that order with the most tokens a
     second is taken, if it is 5 % better than no drafts (or by the factor that `room` asks for). At most twice as many
-    rows as were ever measured are tried, because their cost is not known. `wait_s` is how long the device waits for the
-    host after a step with drafts.
+    rows as were ever measured are tried, because their cost is not known.
 
         one stream, a = 0.8, steps of 10, 11, 12, 13 and 20 ms for 1, 2, 3, 4 and 8 rows (so 14.75 ms for 5)
         drafts                0      1      2      3      4      7
@@ -214,7 +214,7 @@ def choose_depths(
         rows again            0      0.2    0.52   0.9    1.31   2.48
         tokens a second       100    161    195    212    206    177     so it carries 3
     """
-    known, num_rows = room.num_known, room.num_known_rows
+    known, num_rows, costs = room.num_known, room.num_known_rows, room.costs
     gains = [
         (rates[name] ** place, name, 0.0 if known is None else expected_again(rates[name], place, known.get(name, 1)))
         for name, count in proposed.items()
@@ -235,7 +235,7 @@ def choose_depths(
         tokens += gain
         num_again += again
         again_s = num_again * (decode_s - plain_s) / count
-        speed = tokens / (decode_s + again_s + wait_s)
+        speed = tokens / (decode_s + again_s + room.wait_s)
         if speed > best:
             best, best_count = speed, count
     depths: dict[str, int] = {}

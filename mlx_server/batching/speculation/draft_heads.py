@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import Burst, BurstSteps, Follower
-from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom
+from mlx_server.batching.speculation.draft_costs import StepRoom
 from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, ScheduledChunk, SchedulerOutput
@@ -124,10 +124,8 @@ class HeadDrafts(DraftModel):
         super().release(request)
         self._held.pop(request.request_id, None)
 
-    def compose(
-        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
-    ) -> tuple[SchedulerOutput, ...]:
-        outputs = super().compose(free, most, room, target, wait_s)
+    def compose(self, free: Mapping[Request, int], most: int, room: StepRoom) -> tuple[SchedulerOutput, ...]:
+        outputs = super().compose(free, most, room)
         if not outputs:
             return ()
         followers = self._followers
@@ -240,9 +238,8 @@ class BlockDrafts(HeadDrafts):
         self._most = block_size - 1
         self._mask = mask_token_id
 
-    def _best(self, rates: Mapping[str, float], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
-        most = min(most, self._most)
-        return draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s, is_one_step=True)
+    def _best(self, rates: Mapping[str, float], most: int, room: StepRoom) -> Burst:
+        return draft_burst.choose_burst(rates, min(most, self._most), room, self.costs, is_one_step=True)
 
     def _num_fed(self, depth: int) -> int:
         return depth + 1

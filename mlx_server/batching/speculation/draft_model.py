@@ -92,15 +92,15 @@ class DraftModel:
 
     # --- a burst --------------------------------------------------------------------------------------------
 
-    def choose(self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
+    def choose(self, free: Mapping[Request, int], most: int, room: StepRoom) -> Burst:
         """The best burst for requests with room for drafts, even if the draft model has not computed their tokens
         yet."""
         able = [request for request, num_free in free.items() if num_free > 0 and self._can_follow(request)]
         rates = {request.request_id: self.acceptances.rate(request.request_id) for request in able}
-        return NO_BURST if self._is_held or self._has_failed else self._best(rates, most, room, target, wait_s)
+        return NO_BURST if self._is_held or self._has_failed else self._best(rates, most, room)
 
-    def _best(self, rates: Mapping[str, float], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
-        return draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
+    def _best(self, rates: Mapping[str, float], most: int, room: StepRoom) -> Burst:
+        return draft_burst.choose_burst(rates, most, room, self.costs)
 
     def _skip(self, free: Mapping[Request, int], burst: Burst) -> None:
         """A step has no drafts for requests outside `burst`. They are tried again after a while, and so is a draft
@@ -111,12 +111,10 @@ class DraftModel:
         if free and not burst.depth:
             self.costs.skip()
 
-    def would_draft(
-        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
-    ) -> bool:
+    def would_draft(self, free: Mapping[Request, int], most: int, room: StepRoom) -> bool:
         """Whether the best burst, once each request has one more token, would compute anything: the draft model has
         computed the prompt of one of them, or it is worth computing now, and there are blocks for it."""
-        wanted = self.choose(free, most, room, target, wait_s)
+        wanted = self.choose(free, most, room)
         chosen = {self._followers[request_id] for request_id in wanted.request_ids}
         if any(self._would_compute(follower, chosen, wanted.saved_s) for follower in chosen):
             return True  # `compose` follows for the same step, and passes over
@@ -134,21 +132,19 @@ class DraftModel:
         *_, num_freed = self.blocks.num_freed_in_turn((other.shadow.request_id for other in others), prefix or ())
         return self.blocks.make_room(num_blocks - num_freed)
 
-    def compose(
-        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
-    ) -> tuple[SchedulerOutput, ...]:
+    def compose(self, free: Mapping[Request, int], most: int, room: StepRoom) -> tuple[SchedulerOutput, ...]:
         """The steps of the best burst. A request of which the draft model lacks more than a block is brought up to date
         first, once drafts would have saved as much time as that takes, and for no longer at a time than a step should
         take."""
         self._composed = _Composed()
-        wanted = self.choose(free, most, room, target, wait_s)
+        wanted = self.choose(free, most, room)
         self._skip(free, wanted)
         chosen = {r: self._followers[r.request_id] for r in free if r.request_id in wanted.request_ids}
         near = {r: f for r, f in chosen.items() if self._num_behind(f) <= BLOCK_SIZE}
         burst = wanted
         if len(near) < len(chosen):
             rates = {request.request_id: self.acceptances.rate(request.request_id) for request in near}
-            burst = self._best(rates, most, room, target, wait_s)
+            burst = self._best(rates, most, room)
         steps = BurstSteps(set(chosen.values()))
         for request, follower in near.items():
             if request.request_id in burst.request_ids:

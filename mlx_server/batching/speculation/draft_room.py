@@ -111,8 +111,8 @@ class DraftRoom:
         most = max(0, min(num_rows, max(limits.max_num_seqs, MIN_SAMPLED_ROWS) - num_running))
         if has_prompts:
             most = max(0, min(most, self._speculation.costs.max_rows - num_running - num_again))
-        min_gain = MIN_GAIN_BESIDE_PROMPTS if has_prompts else MIN_GAIN
-        return StepRoom(num_running, most, self._policy.target_s(), min_gain)
+        min_gain, costs = MIN_GAIN_BESIDE_PROMPTS if has_prompts else MIN_GAIN, self._speculation.costs
+        return StepRoom(num_running, costs, most, self._policy.target_s(), min_gain, self._speculation.wait_s)
 
     def _rooms(self, requests: Iterable[Request]) -> dict[Request, int]:
         """The most drafts of each request: they end before its last token, and take no block that others may need. With

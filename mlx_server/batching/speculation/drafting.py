@@ -122,7 +122,7 @@ class Speculation:
             return found, {}
         proposed = {request_id: len(drafts.token_ids) for request_id, drafts in found.items()}
         rates = {request_id: self._results_of(request_id).rate(request_id) for request_id in found}
-        return found, choose_depths(proposed, rates, room, self.costs, self.wait_s)
+        return found, choose_depths(proposed, rates, room)
 
     def may_gain(self, num_requests: int, room: StepRoom) -> bool:
         """Whether it is worth looking for drafts for this many requests. For a few it always is; for more, only if
@@ -130,7 +130,7 @@ class Speculation:
         if num_requests <= _FEW or room.most <= 0:
             return num_requests <= _FEW
         best = {"any": self._acceptances.best_rate}
-        return bool(choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s))
+        return bool(choose_depths({"any": self.max_draft_tokens}, best, room))
 
     def skip(self) -> None:
         """Call when a step has no drafts, so that they are tried again later."""
@@ -141,7 +141,7 @@ class Speculation:
         if self.choose(free, room):
             return True
         model = self.model
-        return model is not None and model.would_draft(free, self.max_draft_tokens, room, self.costs, self.wait_s)
+        return model is not None and model.would_draft(free, self.max_draft_tokens, room)
 
     def on_result(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         """Takes a result: the first `num_accepted` of `num_drafts` drafts were accepted."""
@@ -160,7 +160,7 @@ class Speculation:
         self.model.discard_drafts()
         _, looked_up = self._plan(free, room)
         others = {request: num_free for request, num_free in free.items() if request.request_id not in looked_up}
-        return self.model.compose(others, self.max_draft_tokens, room, self.costs, self.wait_s)
+        return self.model.compose(others, self.max_draft_tokens, room)
 
     def take_burst(self, output: ModelRunnerOutput) -> None:
         """Takes the result of the steps from `compose_burst`."""

@@ -51,7 +51,7 @@ def burst(drafts: BlockDrafts, *requests: Request, most: int = 3) -> tuple[Sched
     for request in requests:
         for _ in range(50):
             drafts.acceptances.add(request.request_id, most, most)
-    steps = drafts.compose(dict.fromkeys(requests, most), most, StepRoom(len(requests), limit_s=1.0), _TARGET, 0.0)
+    steps = drafts.compose(dict.fromkeys(requests, most), most, StepRoom(len(requests), _TARGET, limit_s=1.0))
     drafts.check_integrity()
     return steps
 
@@ -119,14 +119,14 @@ def test_the_last_features_of_a_long_prompt_are_held() -> None:
 
 def test_the_time_of_a_burst_does_not_grow_with_its_drafts() -> None:
     """The example of `choose_burst`."""
-    best = choose_burst({"r": 0.8}, 4, StepRoom(1), _TARGET, costs((1, 0.004)), is_one_step=True)
+    best = choose_burst({"r": 0.8}, 4, StepRoom(1, _TARGET), costs((1, 0.004)), is_one_step=True)
     assert best.depth == 4
     assert best.saved_s == pytest.approx(0.040 - 0.048 / 3.3616, rel=0.02)
-    slow = choose_burst({"r": 0.8}, 4, StepRoom(1), _TARGET, costs((1, 0.030)), is_one_step=True)
+    slow = choose_burst({"r": 0.8}, 4, StepRoom(1, _TARGET), costs((1, 0.030)), is_one_step=True)
     assert slow.depth == 4, "30 ms pay for four drafts at once, and not for four steps"
     drafts, request = make_drafts(), make_request("a", 20, 50)
     compute(drafts, request, 0, 20)
     for _ in range(50):
         drafts.costs.observe(1, 0.060)
         drafts.acceptances.add("a", 4, 4)
-    assert drafts.choose({request: 4}, 4, StepRoom(1, limit_s=1.0), _TARGET, 0.0).depth == 4
+    assert drafts.choose({request: 4}, 4, StepRoom(1, _TARGET, limit_s=1.0)).depth == 4

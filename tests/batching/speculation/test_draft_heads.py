@@ -50,7 +50,7 @@ def compute(
 
 
 def burst(heads: HeadDrafts, *requests: Request) -> tuple[SchedulerOutput, ...]:
-    steps = heads.compose(dict.fromkeys(requests, 1), 1, StepRoom(len(requests), limit_s=1.0), RowCosts(), 0.0)
+    steps = heads.compose(dict.fromkeys(requests, 1), 1, StepRoom(len(requests), RowCosts(), limit_s=1.0))
     heads.check_integrity()
     return steps
 

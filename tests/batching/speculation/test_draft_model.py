@@ -299,7 +299,7 @@ def test_a_token_is_computed_again_where_nothing_new_is_known() -> None:
     world.add(request)
     world.step()
     for start in (0, 8):
-        (first, *_) = world.speculation.compose_burst({request: 4}, StepRoom(1))
+        (first, *_) = world.speculation.compose_burst({request: 4}, StepRoom(1, world.speculation.costs))
         assert first.chunks[0].start == start
 
 
@@ -461,7 +461,7 @@ def test_no_step_waits_for_drafts_that_cannot_come(settings: dict[str, int]) -> 
         world.schedule()
         assert not world.scheduler._composer.waits_to_draft()
         world.deliver()
-    assert world.model.choose({request: 4}, 4, StepRoom(1), world.speculation.costs, 0.0).depth > 0
+    assert world.model.choose({request: 4}, 4, StepRoom(1, world.speculation.costs)).depth > 0
     world.finish()
     world.check_tokens()
 
@@ -557,32 +557,32 @@ def curve(**seconds: float) -> RowCosts:
 def test_the_burst_with_most_tokens_a_second_is_chosen() -> None:
     """The example of the docstring."""
     target = curve(_1=0.040, _2=0.041, _3=0.042, _4=0.043, _8=0.047)
-    best = choose_burst({"r": 0.8}, 4, StepRoom(1), target, curve(_1=0.004))
+    best = choose_burst({"r": 0.8}, 4, StepRoom(1, target), curve(_1=0.004))
     assert (best.depth, best.request_ids) == (4, {"r"})
     assert best.saved_s == pytest.approx(0.040 - 0.060 / 3.3616)
-    assert choose_burst({"r": 0.8}, 4, StepRoom(1), target, curve(_1=0.030)) is NO_BURST
+    assert choose_burst({"r": 0.8}, 4, StepRoom(1, target), curve(_1=0.030)) is NO_BURST
 
 
 def test_what_a_wrong_draft_of_a_burst_has_computed_again_counts() -> None:
     """The example of `choose_depths`, behind a burst that takes next to nothing."""
     target, draft = curve(_1=0.010, _2=0.011, _3=0.012, _4=0.013, _8=0.020), curve(_1=1e-9)
-    assert choose_burst({"r": 0.8}, 7, StepRoom(1), target, draft).depth == 4
-    assert choose_burst({"r": 0.8}, 7, StepRoom(1, num_known={"r": 1}), target, draft).depth == 3
+    assert choose_burst({"r": 0.8}, 7, StepRoom(1, target), draft).depth == 4
+    assert choose_burst({"r": 0.8}, 7, StepRoom(1, target, num_known={"r": 1}), draft).depth == 3
 
 
 def test_those_whose_drafts_are_wrong_are_left_out() -> None:
     target = curve(_2=0.040, _32=0.070)
     rates = {"good": 0.9, "bad": 0.02}
-    assert choose_burst(rates, 4, StepRoom(2), target, curve(_1=0.004)).request_ids == {"good"}
-    assert choose_burst({"bad": 0.02}, 4, StepRoom(2), target, curve(_1=0.004)) is NO_BURST
+    assert choose_burst(rates, 4, StepRoom(2, target), curve(_1=0.004)).request_ids == {"good"}
+    assert choose_burst({"bad": 0.02}, 4, StepRoom(2, target), curve(_1=0.004)) is NO_BURST
 
 
 def test_no_step_gets_longer_than_its_target_by_a_burst() -> None:
     target = curve(_1=0.040, _8=0.047)
-    best = choose_burst({"r": 0.9}, 8, StepRoom(1, limit_s=0.060), target, curve(_1=0.004))
+    best = choose_burst({"r": 0.9}, 8, StepRoom(1, target, limit_s=0.06), curve(_1=0.004))
     assert best.depth == 4  # 16 ms of the draft model and 44 of the model
 
 
 def test_nothing_is_drafted_before_anything_was_measured() -> None:
-    assert choose_burst({"r": 1.0}, 8, StepRoom(1), RowCosts(), curve(_1=0.004)) is NO_BURST
-    assert choose_burst({"r": 1.0}, 8, StepRoom(1), curve(_1=0.04), RowCosts()) is NO_BURST
+    assert choose_burst({"r": 1.0}, 8, StepRoom(1, RowCosts()), curve(_1=0.004)) is NO_BURST
+    assert choose_burst({"r": 1.0}, 8, StepRoom(1, curve(_1=0.04)), RowCosts()) is NO_BURST

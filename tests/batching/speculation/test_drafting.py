@@ -108,22 +108,22 @@ def _costs(seconds: dict[int, float]) -> RowCosts:
 
 def test_the_worked_example_of_depths() -> None:
     costs = _costs({1: 0.010, 2: 0.011, 3: 0.012, 4: 0.013, 8: 0.020})
-    assert choose_depths({"a": 7}, {"a": 0.8}, StepRoom(1, 100), costs) == {"a": 4}
-    assert choose_depths({"a": 7}, {"a": 0.8}, StepRoom(1, 2), costs) == {"a": 2}
+    assert choose_depths({"a": 7}, {"a": 0.8}, StepRoom(1, costs, 100)) == {"a": 4}
+    assert choose_depths({"a": 7}, {"a": 0.8}, StepRoom(1, costs, 2)) == {"a": 2}
 
 
 def test_no_draft_where_rows_cost_what_they_bring() -> None:
     costs = _costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16)})
-    assert choose_depths({"a": 7, "b": 7}, {"a": 0.9, "b": 0.9}, StepRoom(2, 100), costs) == {}
+    assert choose_depths({"a": 7, "b": 7}, {"a": 0.9, "b": 0.9}, StepRoom(2, costs, 100)) == {}
 
 
 def test_the_likelier_drafts_come_first() -> None:
     costs = _costs({2: 0.010, 4: 0.010, 6: 0.030})
-    assert choose_depths({"a": 4, "b": 4}, {"a": 0.9, "b": 0.5}, StepRoom(2, 100), costs) == {"a": 2}
+    assert choose_depths({"a": 4, "b": 4}, {"a": 0.9, "b": 0.5}, StepRoom(2, costs, 100)) == {"a": 2}
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_timed() -> None:
-    assert choose_depths({"a": 7}, {"a": 0.9}, StepRoom(1, 100), RowCosts()) == {}
+    assert choose_depths({"a": 7}, {"a": 0.9}, StepRoom(1, RowCosts(), 100)) == {}
 
 
 def _num_steps_until_tried(costs: RowCosts) -> int:
@@ -150,7 +150,7 @@ def test_what_tries_show_to_be_slow_is_tried_less_often_until_it_is_not() -> Non
     most=st.integers(0, 12),
 )
 def test_depths_are_within_what_was_proposed(seconds: dict[int, float], proposed: dict[str, int], most: int) -> None:
-    depths = choose_depths(proposed, dict.fromkeys(proposed, 0.7), StepRoom(4, most), _costs(seconds))
+    depths = choose_depths(proposed, dict.fromkeys(proposed, 0.7), StepRoom(4, _costs(seconds), most))
     assert sum(depths.values()) <= most
     assert all(1 <= depth <= proposed[name] for name, depth in depths.items())
 
@@ -161,7 +161,7 @@ def test_who_is_always_wrong_stops_and_tries_again_seldom() -> None:
     request = _request("a", [1, 2, 3, 7, 8, 9, 1, 2, 3])
     num_tries = 0
     for _ in range(400):
-        drafts = speculation.choose({request: 4}, StepRoom(1)).get("a")
+        drafts = speculation.choose({request: 4}, StepRoom(1, speculation.costs)).get("a")
         if drafts is not None:
             num_tries += 1
             speculation.on_result("a", len(drafts.token_ids), 0)
@@ -186,18 +186,18 @@ def test_acceptance_counts_only_what_was_compared() -> None:
 
 def test_a_step_is_tried_at_twice_the_rows_that_were_measured_at_most() -> None:
     costs = _costs({4: 0.010})
-    assert sum(choose_depths(dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 0.9), StepRoom(4), costs).values()) == 4
+    assert sum(choose_depths(dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 0.9), StepRoom(4, costs)).values()) == 4
 
 
 def test_drafts_do_not_make_a_step_longer_than_its_limit() -> None:
     costs = _costs({1: 0.010, 2: 0.012, 4: 0.016, 8: 0.024})
-    assert choose_depths({"a": 7}, {"a": 0.95}, StepRoom(1, limit_s=0.016), costs) == {"a": 3}
+    assert choose_depths({"a": 7}, {"a": 0.95}, StepRoom(1, costs, limit_s=0.016)) == {"a": 3}
 
 
 def test_waiting_for_the_host_counts_against_drafts() -> None:
     costs = _costs({8: 0.010, 12: 0.0101, 16: 0.0102})
-    assert choose_depths({"a": 8}, {"a": 0.9}, StepRoom(8), costs)
-    assert choose_depths({"a": 8}, {"a": 0.9}, StepRoom(8), costs, wait_s=0.010) == {}
+    assert choose_depths({"a": 8}, {"a": 0.9}, StepRoom(8, costs))
+    assert choose_depths({"a": 8}, {"a": 0.9}, StepRoom(8, costs, wait_s=0.01)) == {}
 
 
 def test_one_slow_step_is_not_believed() -> None:
@@ -216,7 +216,7 @@ def test_what_was_slow_once_is_tried_again_and_then_known() -> None:
         costs.observe(1, 0.010)
     assert costs.seconds(8) == pytest.approx(0.080)
     num_steps = 0
-    while not choose_depths({"a": 7}, {"a": 0.9}, StepRoom(1), costs):
+    while not choose_depths({"a": 7}, {"a": 0.9}, StepRoom(1, costs)):
         costs.observe(1, 0.010)
         num_steps += 1
     assert 10 < num_steps < 200
@@ -241,7 +241,7 @@ def test_a_new_request_is_tried_again_after_others_were_wrong() -> None:
     for _ in range(40):
         speculation.on_result("wrong", 3, 0)
     request = _request("new", [1, 2, 3, 7, 8, 9, 1, 2, 3])
-    tries = [bool(speculation.choose({request: 4}, StepRoom(1))) for _ in range(400)]
+    tries = [bool(speculation.choose({request: 4}, StepRoom(1, speculation.costs))) for _ in range(400)]
     assert not tries[0]
     assert any(tries)
 
@@ -252,18 +252,18 @@ def test_the_wait_of_one_hiccup_is_not_believed_for_ever() -> None:
     request = _request("a", [1, 2, 3, 7, 8, 9, 1, 2, 3])
     for _ in range(20):
         speculation.observe(4, 0.013, 60.0, is_drafted=True)
-    assert not speculation.choose({request: 4}, StepRoom(1))
+    assert not speculation.choose({request: 4}, StepRoom(1, speculation.costs))
     for _ in range(300):
         speculation.observe(1, 0.010, 0.0, is_drafted=False)
-    assert speculation.choose({request: 4}, StepRoom(1))
+    assert speculation.choose({request: 4}, StepRoom(1, speculation.costs))
 
 
 def test_what_a_wrong_draft_has_computed_again_counts() -> None:
     """As in the worked example; and less is drafted the more is known that would come again."""
     costs = _costs({1: 0.010, 2: 0.011, 3: 0.012, 4: 0.013, 8: 0.020})
-    assert choose_depths({"a": 7}, {"a": 0.8}, StepRoom(1, num_known={"a": 1}), costs) == {"a": 3}
+    assert choose_depths({"a": 7}, {"a": 0.8}, StepRoom(1, costs, num_known={"a": 1})) == {"a": 3}
     dear = _costs({1: 0.010, 4: 0.014, 8: 0.020, 16: 0.032})
-    depths = [choose_depths({"a": 4}, {"a": 0.4}, StepRoom(1, num_known={"a": known}), dear) for known in (1, 12)]
+    depths = [choose_depths({"a": 4}, {"a": 0.4}, StepRoom(1, dear, num_known={"a": known})) for known in (1, 12)]
     assert depths[0] != {}
     assert depths[1] == {}
 
