@@ -54,7 +54,6 @@ class Executor(Protocol):
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Queues a step. The future belongs to the running loop and is resolved when the step has ended."""
-        ...
 
 
 class ContinuousBatchingScheduler:

@@ -18,11 +18,9 @@ class StepOwner(Protocol):
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
         """The oldest step has ended."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """The oldest step has failed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

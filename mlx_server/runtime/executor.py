@@ -54,11 +54,9 @@ class _Worker(Protocol):
 
     def abandon(self, error: BaseException) -> None:
         """Fails all waiting work: the thread has ended."""
-        ...
 
     def distrust(self, error: BaseException) -> None:
         """Fails what the device has not finished."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

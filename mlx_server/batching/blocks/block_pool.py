@@ -51,11 +51,9 @@ class BlockSupply(Protocol):
     def take(self, least: int, most: int, *, is_needed: bool) -> int:
         """How many blocks the pool may grow by now: `least` to `most`, or 0. `is_needed` says that a request would have
         to wait otherwise; without it only cached content would be lost."""
-        ...
 
     def give_back(self, num_blocks: int) -> None:
         """The memory of `num_blocks` blocks is free again."""
-        ...
 
 
 class BlockObserver(Protocol):

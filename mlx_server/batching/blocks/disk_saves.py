@@ -41,21 +41,17 @@ class BlockStore(Protocol):
     @property
     def is_rounded(self) -> bool:
         """Whether blocks come back in fewer bits than they had."""
-        ...
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing waits to be read or written."""
-        ...
 
     @property
     def read_time_s(self) -> float:
         """For how long, in all, reads were waiting or in progress."""
-        ...
 
     def has(self, digest: bytes) -> bool:
         """Whether a content is stored or waits to be written: it can be read, and need not be written again."""
-        ...
 
     def read(
         self,
@@ -67,19 +63,15 @@ class BlockStore(Protocol):
     ) -> None:
         """Reads a content, unless `is_wanted` is false when its turn comes. `on_done` gets the content or None, on any
         thread."""
-        ...
 
     def room(self) -> int:
         """How many bytes `write` takes now."""
-        ...
 
     def write(self, digest: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
         """Queues a content to be written; it is lost if the tier is turned off or the process ends first."""
-        ...
 
     def set_busy(self, is_busy: bool) -> None:
         """Says whether answers are being computed, which writing must not slow down."""
-        ...
 
 
 def content_bytes(store: BlockStore, group: int) -> int:

@@ -30,11 +30,9 @@ class Drafter(Protocol):
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to `most` tokens that may come next; () if there is no good guess."""
-        ...
 
     def forget(self, request: Request) -> None:
         """Call when the request has ended."""
-        ...
 
 
 class Drafts(NamedTuple):

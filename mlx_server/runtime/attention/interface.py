@@ -172,32 +172,26 @@ class AttentionBackend(Protocol):
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> Any:
         """Allocates one layer's pool. K and V are logically `[num_blocks, num_kv_heads, BLOCK_SIZE, dim]`. The pool may
         grow to `max_blocks`; without it, the size is fixed."""
-        ...
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
         """Zeros for recurrent states, and for K/V that modules read group by group; written in place if this backend
         can."""
-        ...
 
     def change_pool(self, pool: Any, change: PoolChange) -> Any:
         """The pool after the change; the given pool must not be used any more. All steps that use it must have
         ended."""
-        ...
 
     def view_pool(self, pool: Any, spec: LayerSpec, num_parts: int) -> Any:
         """A view of a pool's memory for layers like `spec`, of which `num_parts` fill a block: block b of the pool is
         their blocks from num_parts * b on. Pool and view share their content, and `state` of the pool covers its views.
         A view becomes invalid when the pool changes."""
-        ...
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """Compiles and checks what such a layer needs. Call it before `attend`; further calls do nothing."""
-        ...
 
     def plan(self, step: StepPlan) -> Any:
         """Makes this backend's metadata from a step's plan. Called once a step for each place that layers have in
         blocks, and used by all layers at that place."""
-        ...
 
     def attend(
         self,
@@ -217,11 +211,9 @@ class AttentionBackend(Protocol):
         layer has written the shared pool); returns `[T, H, 1, value_dim]`. With `window` w, position p sees positions
         p - w + 1 to p. `sinks` `[H]` are logits that take part in the softmax without a value.
         """
-        ...
 
     def state(self, pool: Any) -> list[mx.array]:
         """The arrays to evaluate so that the pool holds what was written."""
-        ...
 
 
 def block_sources(num_blocks: int, change: PoolChange) -> IntArray:

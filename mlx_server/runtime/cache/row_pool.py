@@ -182,11 +182,9 @@ class RowOperations(Protocol):
 
     def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
         """Rows `[..., *row]` at slots `[...]`, and the token of this use."""
-        ...
 
     def write(self, pool: mx.array, slots: Slots, rows: mx.array, token: mx.array) -> mx.array:
         """Writes rows `[N, ...]` of the array's type to its slots `[N]`; returns the token of this use."""
-        ...
 
 
 @dataclass(slots=True)
