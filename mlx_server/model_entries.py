@@ -16,7 +16,9 @@ from mlx_server.environment import expanded
 from mlx_server.errors import ConfigError
 from mlx_server.setting import STRICT, Name, keys, read_table, refuse_unknown
 
-_FORBIDDEN = frozenset(":/=")
+NAME_FORM = "none of `:/=` and no control characters"
+"""What the name of an adapter may not have, as errors say it."""
+
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
 _HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/?")
 
@@ -50,8 +52,8 @@ def parse_adapters(text: str) -> tuple[Adapter, ...]:
     adapters = tuple(_parse_adapter(part) for part in text.split(os.pathsep) if part)
     folders: dict[str, str] = {}
     for name, folder, *_ in adapters:
-        if not name or not folder or _FORBIDDEN & set(name):
-            raise ValueError(f"{name!r} in {folder!r} is not an adapter; write NAME=FOLDER, with none of `:/=` in NAME")
+        if not folder or not _is_name(name):
+            raise ValueError(f"{name!r} in {folder!r} is not an adapter; write NAME=FOLDER, with {NAME_FORM} in NAME")
         if name in folders:
             raise ValueError(
                 f"{folders[name]} and {folder} are both called {name}; give one of them another name, as OTHER={folder}"
@@ -63,9 +65,13 @@ def parse_adapters(text: str) -> tuple[Adapter, ...]:
 def check_adapter_names(value: Any) -> Any:
     """The value itself. Raises `ValueError` for a table with a name that would not come back from `parse_adapters`."""
     for name in value if isinstance(value, Mapping) else ():
-        if _FORBIDDEN & set(str(name)):
-            raise ValueError(f"{name!r} is not an adapter's name; write one with none of `:/=`")
+        if not _is_name(str(name)):
+            raise ValueError(f"{name!r} is not an adapter's name; write one with {NAME_FORM}")
     return value
+
+
+def _is_name(name: str) -> bool:
+    return name != "" and name.isprintable() and not set(name) & set(":/=")
 
 
 def _parse_adapter(text: str) -> Adapter:

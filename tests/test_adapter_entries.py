@@ -54,6 +54,7 @@ def test_a_folder_may_have_an_equals_sign_in_it() -> None:
         ("x=a:x=b", "a and b are both called x"),
         ("=a", "'' in 'a' is not an adapter; write NAME=FOLDER"),
         ("x=", "'x' in '' is not an adapter"),
+        ("a\tb=/data", "'a\\tb' in '/data' is not an adapter; write NAME=FOLDER, with none of `:/=` and no control"),
         ("/", "'' in '/' is not an adapter"),
         ("/data/rank=8", "'rank=8' in '/data/rank=8' is not an adapter"),
     ],

@@ -9,10 +9,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from mlx_server.config import ModelConfig
+from mlx_server.engine.fair_slots import in_daemon_thread
+from mlx_server.engine.loading import check_unchanged
 from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.engine.parts import EngineParts
 from mlx_server.engine.pieces import free_failed, in_pieces
-from mlx_server.errors import InsufficientMemoryError, OverloadedError
+from mlx_server.errors import InsufficientMemoryError, ModelLoadError, OverloadedError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.request import Request, RequestStatus
@@ -76,6 +78,10 @@ class LiveAdapters:
         """Whether requests may name it."""
         return name in self._keys
 
+    def has_content(self, key: str) -> bool:
+        """Whether an adapter with this key takes memory, under any name."""
+        return key in self._parts.loaded.adapters.keys
+
     def unload(self, name: str) -> None:
         """From now on, no request may name the adapter. Its memory is freed when those that use it have ended."""
         self._start(self._free(self._keys.pop(name)))
@@ -98,8 +104,13 @@ class LiveAdapters:
 
     async def _load(self, adapter: Adapter, num_bytes: int) -> None:
         async with self._turn:
-            if adapter.key not in self._parts.loaded.adapters.keys:
+            if not self.has_content(adapter.key):
                 await self._add(adapter, num_bytes)
+            try:
+                await in_daemon_thread(lambda: check_unchanged((adapter,)))
+            except ModelLoadError:
+                self._start(self._free(adapter.key))
+                raise
             before = self._keys.get(adapter.name)
             self._keys[adapter.name] = adapter.key
         if before is not None:

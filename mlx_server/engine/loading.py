@@ -3,7 +3,7 @@ that share a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,16 @@ def find_content(adapter: Adapter) -> Adapter:
         return found._replace(key=fingerprint(found.path, patterns=ADAPTER_FILES))
     except OSError as error:
         raise ModelLoadError(f"The adapter {adapter.folder} cannot be read: {error}.") from error
+
+
+def check_unchanged(adapters: Iterable[Adapter]) -> None:
+    """Raises `ModelLoadError` if the files of one are no longer those that `find_content` has read. Any thread."""
+    for adapter in adapters:
+        if find_content(adapter).key != adapter.key:
+            raise ModelLoadError(
+                f"The files of the adapter {adapter.folder} changed while they were read: load it again when they are "
+                "written."
+            )
 
 
 def read_model(

@@ -28,6 +28,7 @@ from mlx_server.engine.draft_parts import (
 from mlx_server.engine.embeddings import InputReader, Pooling
 from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.loading import (
+    check_unchanged,
     draft_model_named,
     find_content,
     find_model,
@@ -301,6 +302,7 @@ async def _load_model(
         folder = await asyncio.to_thread(find_model, settings)
         adapters = await asyncio.to_thread(lambda: list(map(find_content, settings.adapters)))
         loaded: LoadedModel = await run(read_model(settings, folder, adapters, group))
+        await asyncio.to_thread(check_unchanged, adapters)
         return loaded
     if given.pooling is not None:
         return given

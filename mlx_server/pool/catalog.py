@@ -127,7 +127,7 @@ class Catalog:
         written = (name, name.removesuffix(LATEST_TAG))
         ids = dict.fromkeys(hub_id(form) or form for form in written)
         for form in (*written, *ids):
-            known = self._by_name.get(form)
+            known = self._known(form)
             if known is not None:
                 return known
         for form in ids:
@@ -139,12 +139,18 @@ class Catalog:
     def offered(self) -> Iterator[Offer]:
         """All offers: the configured models, then those in folders."""
         for name in self._names():
-            known = self._by_name.get(name)
+            known = self._known(name)
             # A pull that runs or was cut off leaves a model of the hub that is stored in part and cannot be found.
             if known is not None:
                 yield known
             elif self._find_folder(name) is not None:
                 yield Offer(self._spec_of(name, name))
+
+    def _known(self, name: str) -> Offer | None:
+        """The offer of a model that is configured, or that was updated and is still in its folder."""
+        known = self._by_name.get(name)
+        is_there = known is None or known.spec.name in self._configured or self._find_folder(known.spec.name)
+        return known if is_there else None
 
     def _names(self) -> Iterable[str]:
         """The names of the offers, and of models of the hub that are stored in part. Fast, for any number of models."""

@@ -244,8 +244,11 @@ class ModelPool:
 
     def _held(self, name: str | None) -> Offer | None:
         """A model that has an engine can be found even if its folder is gone."""
-        model = self._models.get(name or "")
-        return None if model is None or model.engine is None else Offer(model.spec)
+        base, _, adapter = (name or "").rpartition(":")
+        for model, own in ((self._models.get(name or ""), None), (self._models.get(base), adapter)):
+            if model is not None and model.engine is not None and own in (None, *model.spec.names.adapters):
+                return Offer(model.spec, own)
+        return None
 
     def _served(self, names: Iterable[str]) -> list[str]:
         """The names in lists of those of these models that are served."""

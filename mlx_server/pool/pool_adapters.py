@@ -22,7 +22,7 @@ from mlx_server.errors import (
     OverloadedError,
     UnknownModelError,
 )
-from mlx_server.model_entries import Adapter, hub_id, parse_adapters
+from mlx_server.model_entries import NAME_FORM, Adapter, hub_id, parse_adapters
 from mlx_server.pool.catalog import Catalog, ModelSpec
 from mlx_server.pool.pooled_model import PooledModel
 from mlx_server.pool.room import RoomMaker
@@ -53,25 +53,27 @@ class PoolAdapters:
         adapter = _parsed(name, own, place)
         if (other := self._pool.look_up(f"{model.name}:{own}")) is not None and other.adapter != own:
             raise InvalidRequestError(f"The name {other.name} is a model's: give the adapter another.", "lora_name")
-        async with self._turns[model.name]:
-            _check(model.spec, own, in_place=in_place)
-            try:
-                found = await in_daemon_thread(lambda: find_content(adapter))
-                num_bytes = await asyncio.to_thread(adapter_bytes, found, model.spec.config.model)
+        _check(model.spec, own, in_place=in_place)
+        try:
+            found = await in_daemon_thread(lambda: find_content(adapter))
+            num_bytes = await asyncio.to_thread(adapter_bytes, found, model.spec.config.model)
+            async with self._turns[model.name]:
+                _check(model.spec, own, in_place=in_place)
                 with await self._pool.acquire(model.name) as engine:
-                    await self._room.make_at_once(model, MemoryNeed(num_bytes, 0, 0))
+                    live = engine.adapters
+                    if not live.has_content(found.key):
+                        await self._room.make_at_once(model, MemoryNeed(num_bytes, 0, 0))
                     if not model.is_ready:
                         raise OverloadedError(f"The model {model.name} was unloaded; load the adapter again.", 5.0)
-                    live = engine.adapters
                     await live.load(found, num_bytes)
                     if not live.has(own):  # it was unloaded at once
                         return
                     others = [other for other in model.spec.config.model.adapters if other.name != own]
                     self._change(model, [*others, adapter])
-            except UnknownModelError:
-                raise
-            except (ModelLoadError, ConfigError) as error:
-                raise InvalidRequestError(error.message, "lora_path") from error
+        except UnknownModelError:
+            raise
+        except (ModelLoadError, ConfigError) as error:
+            raise InvalidRequestError(error.message, "lora_path") from error
         logger.info("Loaded the adapter %s:%s from %s, %.0f MiB", model.name, own, place, num_bytes / 2**20)
 
     def unload(self, name: str) -> None:
@@ -107,8 +109,8 @@ def _parsed(name: str, own: str, place: str) -> Adapter:
         if [adapter.name for adapter in adapters] == [own]:
             return adapters[0]
     raise InvalidRequestError(
-        f"lora_name is {name!r} and lora_path is {place!r}: the name must be NAME or MODEL:NAME, with none of `:/=` in "
-        f"NAME, and the path a folder without `{os.pathsep}` or an id of the hub.",
+        f"lora_name is {name!r} and lora_path is {place!r}: the name must be NAME or MODEL:NAME, with {NAME_FORM} "
+        f"in NAME, and the path a folder without `{os.pathsep}` or an id of the hub.",
         "lora_name",
     )
 

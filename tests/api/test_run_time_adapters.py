@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,12 @@ import pytest
 import pytest_asyncio
 
 from mlx_server.config import CacheConfig, Config, PoolConfig, SchedulerConfig, ServerConfig
-from mlx_server.model_entries import ModelEntry
+from mlx_server.engine.loading import find_content
+from mlx_server.model_entries import Adapter, ModelEntry
+from mlx_server.pool import pool_adapters
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.pool.pooled_model import ModelState
+from mlx_server.pool.room import RoomMaker
 from mlx_server.tiers import Tier, default_tiers
 from tests.adapter_files import plain_model, write_adapter, write_model
 from tests.api.worlds import Site, until
@@ -27,6 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 (PROMPT,) = random_prompts((40,), seed=5)
 MAX_TOKENS = 6
+ALLOWED = ("small", "other", "other:mine", "one", "own", "own:mine")
 
 
 @dataclass
@@ -92,10 +98,10 @@ async def world(site: Site, tmp_path: Path) -> AsyncIterator[TwoModels]:
             for name, more in (("small", {}), ("other", {"pooling": "mean"}), ("small:big", {}))
         ),
         cache=CacheConfig(num_kv_blocks=32),
-        pool=PoolConfig(),
+        pool=PoolConfig(model_folders=str(tmp_path / "found")),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         server=ServerConfig(api_key="key", admin_key="admin"),
-        tiers={**default_tiers(), "default": Tier(name="default", models=("small", "other", "other:mine", "one"))},
+        tiers={**default_tiers(), "default": Tier(name="default", models=ALLOWED)},
     )
     pool = build_pool(config)
     await pool.start()
@@ -202,6 +208,46 @@ async def test_all_vectors_of_a_request_are_of_one_adapter(world: TwoModels):
     await until(lambda: set(engine._loaded_parts().loaded.adapters.keys) == {None})
 
 
+async def test_loads_do_not_wait_for_a_slow_fetch_of_another(world: TwoModels, monkeypatch: pytest.MonkeyPatch):
+    fetching, fetched = threading.Event(), threading.Event()
+
+    def fetch(adapter: Adapter) -> Adapter:
+        if adapter.name == "slow":
+            fetching.set()
+            fetched.wait()
+        return find_content(adapter)
+
+    monkeypatch.setattr(pool_adapters, "find_content", fetch)
+    slow = [asyncio.create_task(world.post("load", lora_name="slow", lora_path=str(world.paths["two"])))]
+    slow.append(asyncio.create_task(world.post("load", lora_name="slow", lora_path=str(world.paths["one"]))))
+    await until(fetching.is_set)
+    await world.load("one", "one")
+    assert await world.token_ids("one") == world.plain("one")
+    fetched.set()
+    assert sorted([status for status, _ in await asyncio.gather(*slow)]) == [200, 400], "they have one name"
+
+
+async def test_no_room_is_made_for_what_is_there(world: TwoModels, monkeypatch: pytest.MonkeyPatch):
+    await world.load("one", "one")
+    monkeypatch.delattr(RoomMaker, "make_at_once")
+    await world.load("one", "one", load_inplace=True)
+    await world.load("again", "one")
+    assert await world.token_ids("one") == world.plain("one")
+
+
+async def test_a_model_whose_folder_is_gone_is_there_as_long_as_it_is_loaded(world: TwoModels):
+    folder = shutil.copytree(world.folder, world.folder.parent / "found" / "own")
+    await world.load("own:mine", "one")
+    offers = ["own", "own:mine"]
+    assert [offer.name for offer in await world.pool.offered()][-2:] == offers
+    shutil.rmtree(folder)
+    assert await world.token_ids("own:mine") == world.plain("one")
+    await world.pool.unload("own", 0.0)
+    assert not set(offers) & {offer.name for offer in await world.pool.offered()}
+    for name in offers:
+        assert (await world.ask(name)).status_code == 404
+
+
 async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels, monkeypatch: pytest.MonkeyPatch):
     await world.token_ids("small")
     engine, started = world.pool.find("small").engine, asyncio.Event()
@@ -227,6 +273,7 @@ async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels
         ({"lora_name": "b", "lora_path": "~nobody-of-that-name/b"}, 400, "the home folder ~nobody-of-that-name is"),
         ({"lora_name": "one"}, 400, "lora_path: Field required"),
         ({"lora_name": "", "lora_path": "/x"}, 400, "lora_name: String should have at least 1 character"),
+        ({"lora_name": "a\nb", "lora_path": "/x"}, 400, "lora_name is 'a\\nb' and lora_path is '/x': the name must be"),
         ({"lora_name": "a/b", "lora_path": "/x"}, 400, "lora_name is 'a/b' and lora_path is '/x': the name must be"),
         ({"lora_name": "b", "lora_path": "/x:c=/y"}, 400, "a folder without `:` or an id of the hub"),
         (

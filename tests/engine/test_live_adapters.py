@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mlx_server.config import BLOCK_SIZE, CacheConfig, Config, ModelConfig
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.loading import find_content
 from mlx_server.engine.memory.need import adapter_bytes
+from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import InsufficientMemoryError, ModelLoadError
 from mlx_server.model_entries import Adapter
@@ -131,6 +133,39 @@ async def test_they_join_and_leave_a_model_that_answers_as_mlx_lm_does(
         await until(lambda: share.need == need)
         assert kinds(engine) == plain
         assert (await answers(engine, [None]))[None] == expected[None]
+
+
+async def test_files_that_are_overwritten_while_they_are_loaded_are_refused(tmp_path: Path) -> None:
+    """What is cached for the digest of the old ones is not theirs."""
+    folder = write_model("llama", tmp_path / "base")
+    own = write_adapter(folder, tmp_path / "own", seed=1)
+    other = write_adapter(folder, tmp_path / "other", seed=2)
+    async with serving(folder) as engine:
+        need, plain = engine._loaded_parts().share.need, kinds(engine)
+        adapter = find_content(Adapter("own", str(own)))
+        shutil.copytree(other, own, dirs_exist_ok=True)
+        with pytest.raises(
+            ModelLoadError, match=r"The files of the adapter .*/own changed while they were read: load it"
+        ):
+            await engine.adapters.load(adapter, adapter_bytes(adapter, engine.config.model))
+        await until_freed(engine)
+        assert (engine._loaded_parts().share.need, kinds(engine)) == (need, plain)
+        await load(engine, "own", own)
+        assert (await answers(engine, ["own"]))["own"] == wanted(folder, other)
+
+
+async def test_files_that_are_overwritten_while_their_model_is_loaded_are_refused(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "base")
+    own, other = (write_adapter(folder, tmp_path / name, seed=seed) for seed, name in enumerate(("own", "other")))
+    config = Config(model=ModelConfig(model=str(folder), adapter=f"own={own}"))
+
+    def overwrite(_: float) -> None:
+        shutil.copytree(other, own, dirs_exist_ok=True)
+
+    around = Surroundings.alone(config.memory)
+    with pytest.raises(ModelLoadError, match="changed while they were read"):
+        await AsyncEngine(config, replace(around, on_progress=overwrite)).start()
+    around.close()
 
 
 async def test_a_request_keeps_the_adapter_with_which_it_began(tmp_path: Path) -> None:
