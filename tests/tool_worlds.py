@@ -16,7 +16,17 @@ TEMPLATES = {
     "llama3_json": LLAMA_TEMPLATE,
     "seed_oss": "<seed:tool_call>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "deepseek_r1": "<｜tool▁calls▁begin｜>```json",
     "deepseek_dsml": "<｜DSML｜function_calls>",
+    "hunyuan": "<tool_calls><tool_call>name\n```json",
+    "hy3": "'<tool_sep{}>'.format(':opensource')",
+    "hy3_preview": "<tool_sep><arg_key>",
+    "longcat_tags": "<longcat_arg_key>",
+    "mimo_v2": "<parameter=example_parameter_1>value_1</parameter>",
+    "json_list": "<TOOLCALL>[",
+    "cohere": "<|START_ACTION|>",
+    "apertus": "<|tools_prefix|>",
+    "olmo3": "<function_calls>",
 }
 """By which models are known whose format mlx-lm does not know."""
 

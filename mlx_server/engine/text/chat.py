@@ -23,9 +23,11 @@ from mlx_server.engine.text.template_fit import Joints, find_joints, find_repair
 from mlx_server.engine.text.template_repairs import (
     Repairs,
     adapt,
+    described_tools,
     developer_as_system,
     one_call_a_turn,
     tools_as_text,
+    tools_in_message,
 )
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
@@ -144,7 +146,7 @@ class ChatFormatter:
         """The prompt's text, the places of its images, and whether it asks for one call."""
         template = self._template(options, tools)
         fit = self._fit(template)
-        is_one = not fit.repairs.isdisjoint((tools_as_text, one_call_a_turn))
+        is_one = not fit.repairs.isdisjoint((tools_as_text, described_tools, one_call_a_turn))
         parser = self.dialect.tool_parser
         given = [fit.joints.without(message) for message in normalise_messages(messages)]
         chat, shown = adapt(given, tools, fit.repairs, parser)
@@ -192,7 +194,8 @@ class ChatFormatter:
             shown = [_PROBE in (self._tried(template, parts, [_QUESTION], None) or "") for parts in (False, True)]
             needs_parts = shown == [False, True]
             # Many templates write any role, whether the model was trained on it or not.
-            known = frozenset() if "developer" in template else {developer_as_system}
+            known = set() if "developer" in template else {developer_as_system}
+            known |= {tools_in_message} if "message['tools']" in template else set()
             shows = partial(self._tried, template, needs_parts)
             end = self._tokenizer.hf.eos_token
             repairs = find_repairs(shows, self.dialect, end, frozenset(known))

@@ -64,7 +64,9 @@ _COHERE = ReasoningMarkers(
 _THINK = ReasoningMarkers("<think>", "</think>")
 _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
     # The markers, and the vocabulary entries that identify such a model, if these are not the markers.
+    (ReasoningMarkers("<|inner_prefix|>", "<|inner_suffix|>"), ()),  # Apertus's, whose vocabulary has those below, too
     (_THINK, ()),
+    (ReasoningMarkers("<think:opensource>", "</think:opensource>"), ()),  # Hy3's
     (ReasoningMarkers("<longcat_think>", "</longcat_think>"), ()),
     (ReasoningMarkers("<|think:start|>", "<|think:end|>"), ()),
     (ReasoningMarkers("<seed:think>", "</seed:think>"), ()),

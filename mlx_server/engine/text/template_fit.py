@@ -30,7 +30,9 @@ from mlx_server.engine.text.template_repairs import (
     answered_results,
     answers_without_reasoning,
     arguments_as_text,
+    bare_tools,
     calls_as_text,
+    described_tools,
     developer_as_system,
     empty_tools,
     escaped_texts,
@@ -82,6 +84,10 @@ def find_repairs(shows: Shows, dialect: Dialect, end: str | None, repairs: Repai
         if not is_whole(trial, repairs):
             candidates = (repairs | set(more) for more in trial.repairs)
             repairs = next((more for more in candidates if is_whole(trial, more)), repairs)
+    if tools_as_text in repairs:  # a template that has no place for tools may still write calls
+        others = repairs - {tools_as_text, history_as_text} | {described_tools}
+        milder = (others, others | {arguments_as_text})
+        repairs = next((each for each in milder if all(is_whole(trial, each) for trial in _TRIALS)), repairs)
     return repairs
 
 
@@ -198,7 +204,7 @@ _TRIALS = (
     _Trial([_message("developer", "developer-1"), _QUESTION], developer_as_system),
     _Trial([_SYSTEM, _message("system", "system-2"), _QUESTION], one_system_message),
     _Trial([_QUESTION, _ANSWER, _SYSTEM, _FOLLOW_UP], late_system_as_user, (late_system_as_user, merge_neighbours)),
-    _Trial([_QUESTION], system_for_tools, tools_as_text, tools=_TOOLS),
+    _Trial([_QUESTION], system_for_tools, bare_tools, tools_as_text, tools=_TOOLS),
     _Trial([_SYSTEM, _QUESTION], tools_as_text, tools=_TOOLS),
     _Trial(
         [*_CALLED, _ANSWER, _FOLLOW_UP],

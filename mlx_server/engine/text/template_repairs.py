@@ -68,16 +68,34 @@ The result will be given to you. These are the functions, one JSON object a line
 _EXAMPLE = {"name": "the function's name", "arguments": {"argument": "value"}}
 
 
-def tools_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
-    """Explains the tools in the system message, and writes calls and results as text."""
+def bare_tools(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    """Gives the functions without what is around them, for templates that look for their names there (Apertus)."""
+    return chat, [tool.get("function", tool) for tool in tools] if tools else tools
+
+
+def tools_in_message(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    """Puts the tools into the system message, as JSON, for templates that look for them there (Phi-4-mini)."""
     if not tools:
         return chat, tools
-    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    if chat[0]["role"] != "system":
+        chat = [{"role": "system", "content": "You are a helpful assistant with some tools."}, *chat]
+    return [{**chat[0], "tools": _as_json([tool.get("function", tool) for tool in tools])}, *chat[1:]], None
+
+
+def described_tools(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    """Explains the tools in the system message."""
+    if not tools:
+        return chat, tools
+    functions = [_as_json(tool.get("function", tool)) for tool in tools]
     explanation = _EXPLANATION.format(call=written_calls(parser, [_EXAMPLE])) + "\n".join(functions)
-    chat = [_as_text(message, parser) for message in chat]
     if chat[0]["role"] == "system":
-        explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
+        explanation, chat = f"{chat[0]['content']}\n\n{explanation}", chat[1:]
     return [{"role": "system", "content": explanation}, *chat], None
+
+
+def tools_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
+    """Explains the tools in the system message, and writes calls and results as text."""
+    return described_tools([_as_text(message, parser) for message in chat] if tools else chat, tools, parser)
 
 
 def history_as_text(chat: list[Message], tools: Tools, parser: ToolParser) -> tuple[list[Message], Tools]:
@@ -120,9 +138,11 @@ def _of_arguments(change: Callable[[Any], Any]) -> Change:
     return _of_messages(lambda chat: (_with_calls(m, changed) if "tool_calls" in m else m for m in chat))
 
 
-@_of_arguments
-def arguments_as_text(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+arguments_as_text = _of_arguments(_as_json)
 
 
 @_of_arguments
@@ -130,7 +150,7 @@ def escaped_texts(arguments: Any) -> Any:
     """Escapes the texts in arguments, for templates that only put quotes around them (LFM2.5)."""
 
     def escaped(value: Any) -> Any:
-        return json.dumps(value, ensure_ascii=False)[1:-1].replace("'", r"\'") if isinstance(value, str) else value
+        return _as_json(value)[1:-1].replace("'", r"\'") if isinstance(value, str) else value
 
     return {key: escaped(value) for key, value in arguments.items()} if isinstance(arguments, Mapping) else arguments
 
@@ -303,6 +323,9 @@ _IN_ORDER = (
     developer_as_system,
     system_for_tools,
     tools_as_text,
+    described_tools,
+    tools_in_message,
+    bare_tools,
     calls_as_text,
     history_as_text,
     empty_tools,

@@ -65,8 +65,8 @@ class Notation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One call is `before`, its arguments, and `after`; `{name}` and `{json_name}` are filled in. A number and `number`
-    may follow `before`. The arguments are one JSON object, or are written as `parameter` or `notation` says.
+    """One call is `before`, its arguments, and `after`. A number and `number` may follow `before`. `{name}` and
+    `{json_name}` are filled in. The arguments are one JSON object, or are written as `parameter` or `notation` says.
 
     Each call is between the parser's markers; with `around` (the texts after the first marker and before the last) all
     calls are between one pair of markers. `lead` precedes the first marker; with `is_opened` both replace what the
@@ -104,24 +104,85 @@ class ToolFormat:
         return self.parameter if self.number is None else None
 
 
+_JSON_NAME = r'(?P<json_name>"(?:[^"\\]|\\.)+")'
+
 _JSON_TAGS = ToolFormat(
     before='\n{{"name": {json_name}, "arguments": ',
     after="}\n",
     separator="\n",
     names=None,
     head=re.compile(
-        r'\s*(?:\}\s*,?\s*)?\{\s*"name"\s*:\s*(?P<json_name>"(?:[^"\\]|\\.)+")\s*,'
-        r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+        rf'\s*(?:\}}\s*,?\s*)?\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
     ),
     tail=re.compile(r"\s*(?:[},].*)?", re.DOTALL),  # models forget a brace, or write one more, or another key
     fails_when_cut=True,
 )
-_GLM = ToolFormat(
-    before="{name}\n",
-    separator="\n",
-    parameter=Parameter(before="<arg_key>{key}</arg_key>\n<arg_value>", after="</arg_value>\n", untyped=ALL_KINDS),
-    special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+
+
+def _json_list(head: str, before: str, number: str | None = None) -> ToolFormat:
+    """A list of JSON objects, one for each call. `head` is a regex for what is in an object before the arguments."""
+    return ToolFormat(
+        before=before,
+        after="}",
+        separator=", ",
+        number=number,
+        around=("[", "]"),
+        names=None,
+        head=re.compile(rf"[\s\[}},]*\{{\s*{head}\s*:\s*(?=\{{)"),
+        tail=re.compile(r"\s*(?:[}\],].*)?", re.DOTALL),
+        fails_when_cut=True,
+    )
+
+
+_JSON_LIST = _json_list(
+    rf'"name"\s*:\s*{_JSON_NAME}\s*,\s*"(?:arguments|parameters)"', '{{"name": {json_name}, "arguments": '
 )
+
+
+def _fenced(before: str, after: str) -> ToolFormat:
+    """A name between `before` and `after`, and below it JSON in a fence of Markdown."""
+    begin, end = map(re.escape, (before, after))
+    return ToolFormat(
+        before=f"{before}{{name}}\n```json\n",
+        after=f"\n```{after}",
+        separator="\n",
+        around=("", ""),
+        head=re.compile(rf"\s*(?:(?:```\s*)?{end}\s*)?{begin}\s*(?P<name>[^\s<]+)\s*```(?:json)?\s*(?=\{{)"),
+        tail=re.compile(rf"\s*(?:```)?\s*(?:{end})?\s*"),
+        special=(before, after),
+    )
+
+
+_QWEN_CODER = ToolFormat(
+    before="\n<function={name}>\n",
+    after="</function>\n",
+    separator="\n",
+    parameter=Parameter(before="<parameter={key}>\n", after="\n</parameter>\n"),
+    fails_when_cut=True,
+    bare="<function={name}>\n",
+)
+
+
+def _with_pairs(
+    form: ToolFormat, prefix: str = "", ending: str = "", untyped: frozenset[str] = STRUCTURES
+) -> ToolFormat:
+    """The format with GLM's tags around the keys and values of arguments; `prefix` and `ending` are in all of them."""
+    key, key_end, value, value_end = (
+        f"<{slash}{prefix}{tag}{ending}>" for tag in ("arg_key", "arg_value") for slash in ("", "/")
+    )
+    parameter = Parameter(before=f"{key}{{key}}{key_end}\n{value}", after=f"{value_end}\n", untyped=untyped)
+    return replace(form, parameter=parameter, special=(*form.special, key, key_end, value, value_end))
+
+
+def _hy3(ending: str) -> ToolFormat:
+    """`ending` is in all tags: the released model's end in `:opensource`."""
+    before, after = f"<tool_call{ending}>{{name}}<tool_sep{ending}>\n", f"</tool_call{ending}>\n"
+    form = ToolFormat(before=before, after=after, around=("\n", ""), special=(before, after))
+    return _with_pairs(form, ending=ending)
+
+
+_NAME_ALONE = ToolFormat(before="{name}\n", separator="\n")
+_GLM = _with_pairs(_NAME_ALONE, untyped=ALL_KINDS)
 _GEMMA_NOTATION = Notation(argument="{key}:", member="{key}:", quote='<|"|>', keys=re.compile(r"[\w.$@/-]+"))
 _GEMMA = ToolFormat(
     before="call:{name}{{",
@@ -129,6 +190,24 @@ _GEMMA = ToolFormat(
     notation=_GEMMA_NOTATION,
     names=re.compile(r"[\w-]+"),
     special=('<|"|>',),
+)
+_PYTHONIC = ToolFormat(
+    before="{name}(",
+    after=")",
+    separator=", ",
+    notation=Notation(
+        argument="{key}=",
+        member='"{key}": ',
+        separator=", ",
+        quote='"',
+        text=r'/([^"\\\x00-\x1f\x7f]|\\["\\nt])*/',
+        is_escaped=True,
+        booleans=("true", "false", "True", "False"),
+        nulls=("null", "None"),
+        keys=re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})$)[A-Za-z_]\w*", re.ASCII),
+    ),
+    around=("[", "]"),
+    names=re.compile(r"[A-Za-z_][\w.]*"),
 )
 
 FORMATS = {
@@ -139,9 +218,7 @@ FORMATS = {
         after="}",
         names=None,
         max_calls=1,
-        head=re.compile(
-            r'(?:\s*\}\s*[;,]?\s*\{"name":)?\s*(?P<json_name>"(?:[^"\\]|\\.)+")\s*,\s*"parameters"\s*:\s*(?=\{)'
-        ),
+        head=re.compile(rf'(?:\s*\}}\s*[;,]?\s*\{{"name":)?\s*{_JSON_NAME}\s*,\s*"parameters"\s*:\s*(?=\{{)'),
         tail=re.compile(r"\s*\}?\s*"),
     ),
     "mistral": ToolFormat(
@@ -152,19 +229,25 @@ FORMATS = {
         ),
         special=("[ARGS]", "[CALL_ID]"),
     ),
-    "mistral_list": ToolFormat(
-        before='{{"name": {json_name}, "arguments": ', after="}", separator=", ", around=(" [", "]"), names=None
+    "json_list": _JSON_LIST,
+    "mistral_list": replace(_JSON_LIST, around=(" [", "]")),
+    "cohere": replace(
+        _json_list(
+            rf'(?:"tool_call_id"\s*:\s*"[^"]*"\s*,\s*)?"tool_name"\s*:\s*{_JSON_NAME}\s*,\s*"parameters"',
+            '\n    {{"tool_call_id": "',
+            '", "tool_name": {json_name}, "parameters": ',
+        ),
+        separator=",",
+        around=("[", "\n]"),
     ),
-    "qwen3_coder": ToolFormat(
-        before="\n<function={name}>\n",
-        after="</function>\n",
-        separator="\n",
-        parameter=Parameter(before="<parameter={key}>\n", after="\n</parameter>\n"),
-        fails_when_cut=True,
-        bare="<function={name}>\n",
-    ),
+    "apertus": _json_list(_JSON_NAME, "{{{json_name}: "),
+    "qwen3_coder": _QWEN_CODER,
+    "mimo_v2": replace(_QWEN_CODER, parameter=Parameter(before="<parameter={key}>", after="</parameter>\n")),
     "glm47": _GLM,
     "laguna": _GLM,
+    "longcat_tags": _with_pairs(_NAME_ALONE, prefix="longcat_", untyped=ALL_KINDS),
+    "hy3": _hy3(":opensource"),
+    "hy3_preview": _hy3(""),
     "minimax_m2": ToolFormat(
         before='\n<invoke name="{name}">\n',
         after="</invoke>\n",
@@ -208,6 +291,8 @@ FORMATS = {
         tail=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
         special=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
+    "deepseek_r1": _fenced("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    "hunyuan": _fenced("<tool_call>", "</tool_call>"),
     "deepseek_v31": ToolFormat(
         before="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
         after="<｜tool▁call▁end｜>",
@@ -231,24 +316,8 @@ FORMATS = {
     ),
     "gemma4": _GEMMA,
     "function_gemma": replace(_GEMMA, notation=replace(_GEMMA_NOTATION, quote="<escape>"), special=("<escape>",)),
-    "pythonic": ToolFormat(
-        before="{name}(",
-        after=")",
-        separator=", ",
-        notation=Notation(
-            argument="{key}=",
-            member='"{key}": ',
-            separator=", ",
-            quote='"',
-            text=r'/([^"\\\x00-\x1f\x7f]|\\["\\nt])*/',
-            is_escaped=True,
-            booleans=("true", "false", "True", "False"),
-            nulls=("null", "None"),
-            keys=re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})$)[A-Za-z_]\w*", re.ASCII),
-        ),
-        around=("[", "]"),
-        names=re.compile(r"[A-Za-z_][\w.]*"),
-    ),
+    "pythonic": _PYTHONIC,
+    "olmo3": replace(_PYTHONIC, separator="\n", around=("", "")),
     "harmony": ToolFormat(
         before="{name} <|constrain|>json<|message|>",
         is_opened=True,

@@ -173,9 +173,11 @@ class _CallGrammar:
         schema = changed_schema(adapted_schema(schema, is_closed=self._is_closed), self._reduce)
         schema = self._with_pattern(schema, name, where)
         start, end = (marker, self._parser.end) if form.around is None else ("", "")
-        before = self._writer.literal(start + form.before.format(name=name, json_name=json.dumps(name)))
+        names = {"name": name, "json_name": json.dumps(name)}
+        before = self._writer.literal(start + form.before.format(**names))
         if form.number is not None:
-            before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(form.number)}"
+            number = self._writer.rule("NUMBER", "/[0-9]{1,3}/")
+            before += f" {number} {self._writer.literal(form.number.format(**names))}"
         arguments = self._arguments(schema, where, has_pattern=name in self._patterns)
         rule = self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
         self.fields[rule] = where

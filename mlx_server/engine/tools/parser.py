@@ -225,8 +225,8 @@ class ToolCallExtractor:
 
     def _may_begin_call(self, body: str) -> bool:
         """Whether a region that begins so may become a call of one of the tools, by its letters."""
-        letters = _letters(body)
-        own = _NAME_FIELD.split(self._format.before)[0].format()
+        letters, form = _letters(body), self._format
+        own = _NAME_FIELD.split(form.before + (form.number or ""))[0].format()
         befores = (own, self._parser.start + own, '"name"', "")
         heads = [_letters(before + name) for name in self._names for before in befores]
         return any(head.startswith(letters) or letters.startswith(head) for head in heads)
@@ -319,7 +319,7 @@ _NAME_FIELD = re.compile(r"\{(?:json_)?name\}")
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"\W", "", text)
+    return re.sub(r"[\W\d]", "", text)
 
 
 _PYTHON_WORD = re.compile(r"(?<=[:,\[ ])(None|True|False)(?=\s*[,\]}])")

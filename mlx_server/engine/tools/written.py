@@ -24,9 +24,10 @@ def written_calls(parser: ToolParser, functions: Sequence[Mapping[str, Any]]) ->
 
 
 def _call(form: ToolFormat, index: int, name: str, arguments: Mapping[str, Any]) -> str:
-    before = form.before.format(name=name, json_name=json.dumps(name, ensure_ascii=False))
+    names = {"name": name, "json_name": json.dumps(name, ensure_ascii=False)}
+    before = form.before.format(**names)
     if form.number is not None:
-        before += f"{index}{form.number}"
+        before += f"{index}{form.number.format(**names)}"
     return before + _arguments(form, arguments) + form.after
 
 

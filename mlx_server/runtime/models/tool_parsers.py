@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from mlx_lm import tokenizer_utils
-from mlx_lm.tool_parsers import gemma4
+from mlx_lm.tool_parsers import gemma4, longcat, pythonic
 
 from mlx_server.errors import ModelLoadError
 
@@ -34,32 +35,63 @@ def _no_call(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
     raise ValueError("not a tool call")
 
 
+def _longcat(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """mlx-lm's parser fails at calls without arguments, which are a name alone."""
+    name = text.strip()
+    if name in {tool["function"]["name"] for tool in tools}:
+        return {"name": name, "arguments": {}}
+    return longcat.parse_tool_call(text, tools)
+
+
+def _lines_of_python(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    calls = ", ".join(map(ast.unparse, ast.parse(text.strip()).body))
+    return pythonic.parse_tool_call(f"[{calls}]")
+
+
+def _actions(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    return [{"name": call["tool_name"], "arguments": call.get("parameters")} for call in json.loads(text)]
+
+
+def _named_objects(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    calls = json.loads(text)
+    return [{"name": name, "arguments": given} for call in calls for name, given in call.items()]
+
+
 _HARMONY = ToolParser("harmony", "<|channel|>commentary to=functions.", "<|end|>", _no_call)
-"""The format of gpt-oss, for which mlx-lm has no parser: a name, and arguments that are streamed as JSON. The model's
-own end of a call also ends its output, so no grammar can write it; this one ends other messages."""
+"""The format of gpt-oss: a name, and arguments that are streamed as JSON. The model's own end of a call also ends its
+output, so no grammar can write it; this one ends other messages."""
 
-_LLAMA = ToolParser("llama3_json", '{"name":', "", _no_call)
-"""The format of Llama 3, for which mlx-lm has no parser: the whole answer is a JSON object, without markers."""
-
-_SEED = ToolParser("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _no_call)
-_DEEPSEEK_V31 = ToolParser("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _no_call)
 _DSML = {
     word: ToolParser("deepseek_dsml", f"<｜DSML｜{word}>", f"</｜DSML｜{word}>", _no_call)
     for word in ("function_calls", "tool_calls")
 }
 """The format of DeepSeek V3.2, and that of V4."""
 
-_LLAMA_ASKS_FOR = '{"name": function name, "parameters": dictionary of argument name and its value}'
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_CALLS = ("<tool_calls>", "</tool_calls>")
 
 
 def find_tool_parser(tokenizer: Any) -> ToolParser | None:
-    """The parser that the tokenizer's configuration names, otherwise the one that mlx-lm infers from chat template and
-    vocabulary; None if there is none.
+    """The parser of the format that the chat template shows, or that mlx-lm infers from template and vocabulary; None
+    if there is none. If the tokenizer's configuration names another one than mlx-lm infers, it is that one.
 
     `tokenizer` is the transformers tokenizer. Raises `ModelLoadError` for a parser that mlx-lm does not have.
     """
-    name = tokenizer.init_kwargs.get("tool_parser_type") or tokenizer_utils._infer_tool_parser(tokenizer)
-    return _unknown_to_mlx_lm(tokenizer) if name is None else _parser_of_mlx_lm(name)
+    configured, inferred = tokenizer.init_kwargs.get("tool_parser_type"), tokenizer_utils._infer_tool_parser(tokenizer)
+    ours = _ours(tokenizer) if configured in (None, inferred) else None
+    name = configured or inferred
+    return ours if ours is not None or name is None else _parser_of_mlx_lm(name)
+
+
+def _ours(tokenizer: Any) -> ToolParser | None:
+    if {"<|channel|>", "<|call|>"} <= tokenizer.get_vocab().keys():
+        return _HARMONY
+    if tokenizer.init_kwargs.get("chat_template_type") == "deepseek_v32":
+        return _DSML["function_calls"]
+    template = tokenizer.chat_template or ""
+    if isinstance(template, Mapping):  # some models have several
+        template = template.get("tool_use") or template.get("default") or ""
+    return next((parser for texts, parser in _OURS if all(text in template for text in texts)), None)
 
 
 def _parser_of_mlx_lm(name: str) -> ToolParser:
@@ -73,22 +105,6 @@ def _as_gemma4(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
     quote, own = '<|"|>', "<escape>"
     parsed = gemma4.parse_tool_call(quote.join(part.replace(quote, own) for part in text.split(own)))
     return json.loads(json.dumps(parsed).replace(own, json.dumps(quote)[1:-1]))
-
-
-def _unknown_to_mlx_lm(tokenizer: Any) -> ToolParser | None:
-    if {"<|channel|>", "<|call|>"} <= tokenizer.get_vocab().keys():
-        return _HARMONY
-    if tokenizer.init_kwargs.get("chat_template_type") == "deepseek_v32":
-        return _DSML["function_calls"]
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    if "｜DSML｜" in template:
-        return next((parser for word, parser in _DSML.items() if f"{word}>" in template), None)
-    shown = {
-        _SEED: _SEED.start in template,
-        _DEEPSEEK_V31: _DEEPSEEK_V31.start in template and "```json" not in template,  # unlike R1's
-        _LLAMA: _LLAMA_ASKS_FOR in template,
-    }
-    return next((parser for parser, is_shown in shown.items() if is_shown), None)
 
 
 def _refusing_guesses(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,3 +146,34 @@ def _import_of_mlx_lm(name: str, setting: str) -> ModuleType:
 
 JSON_TAGS = _parser_of_mlx_lm("json_tools")
 """`<tool_call>{"name": "f", "arguments": {}}</tool_call>`: the default for models without a format of their own."""
+
+_OURS: tuple[tuple[tuple[str, ...], ToolParser], ...] = (
+    (("｜DSML｜", "function_calls>"), _DSML["function_calls"]),
+    (("｜DSML｜", "tool_calls>"), _DSML["tool_calls"]),
+    (("<seed:tool_call>",), ToolParser("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _no_call)),
+    (
+        ("<parameter=example_parameter_1>value_1</parameter>",),
+        replace(_parser_of_mlx_lm("qwen3_coder"), name="mimo_v2"),
+    ),
+    (("<longcat_arg_key>",), replace(_parser_of_mlx_lm("longcat"), name="longcat_tags", parse=_longcat)),
+    (
+        ("<tool_sep{}>", "':opensource'"),
+        ToolParser("hy3", "<tool_calls:opensource>", "</tool_calls:opensource>", _no_call),
+    ),
+    (("<tool_sep>", "<arg_key>"), ToolParser("hy3_preview", *_CALLS, _no_call)),
+    ((_DEEPSEEK[0], "```json"), ToolParser("deepseek_r1", *_DEEPSEEK, _no_call)),
+    ((_DEEPSEEK[0],), ToolParser("deepseek_v31", *_DEEPSEEK, _no_call)),
+    (("<tool_calls><tool_call>", "```json"), ToolParser("hunyuan", *_CALLS, _no_call)),
+    (("<tool_calls>[",), ToolParser("json_list", *_CALLS, JSON_TAGS.parse)),
+    (("<TOOLCALL>[",), ToolParser("json_list", "<TOOLCALL>", "</TOOLCALL>", JSON_TAGS.parse)),
+    (("message['tools'] + '<|/tool|>'",), ToolParser("json_list", "<|tool_call|>", "<|/tool_call|>", JSON_TAGS.parse)),
+    (("<|START_ACTION|>",), ToolParser("cohere", "<|START_ACTION|>", "<|END_ACTION|>", _actions)),
+    (("<|tools_prefix|>",), ToolParser("apertus", "<|tools_prefix|>", "", _named_objects)),  # its suffix ends outputs
+    (("<function_calls>",), ToolParser("olmo3", "<function_calls>", "</function_calls>", _lines_of_python)),
+    (
+        ('{"name": function name, "parameters": dictionary of argument name and its value}',),
+        ToolParser("llama3_json", '{"name":', "", _no_call),
+    ),
+)
+"""Formats for which mlx-lm has no parser, or one of a format that is only like it, by texts that are in the templates
+of such models."""

@@ -45,6 +45,16 @@ def test_whether_the_prompt_has_opened_the_reasoning(prompt: str, continued: str
         (("<think>", "</think>"), None, THINK),
         (("[THINK]", "[/THINK]"), None, ReasoningMarkers("[THINK]", "[/THINK]")),
         (("<|channel>", "<channel|>"), None, ReasoningMarkers("<|channel>thought", "<channel|>")),
+        (
+            ("<think>", "</think>", "<|inner_prefix|>", "<|inner_suffix|>"),
+            None,
+            ReasoningMarkers("<|inner_prefix|>", "<|inner_suffix|>"),
+        ),
+        (
+            ("<think:opensource>", "</think:opensource>"),
+            None,
+            ReasoningMarkers("<think:opensource>", "</think:opensource>"),
+        ),
         (("<seed:think>", "</seed:think>"), None, ReasoningMarkers("<seed:think>", "</seed:think>")),
         (("<mm:think>", "</mm:think>"), None, ReasoningMarkers("<mm:think>", "</mm:think>")),
         ((), "{{ messages }}<think></think>", THINK),

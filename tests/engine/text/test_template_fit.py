@@ -34,6 +34,16 @@ ELSEWHERE = (
     "trl-internal-testing-tiny-Llama4ForCausalLM",  # Llama 4's
     "nvidia-Llama-3_3-Nemotron-Super-49B-v1_5",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "CohereLabs-command-a-plus-05-2026-w4a4",
+    "XiaomiMiMo-MiMo-V2-Flash",
+    "allenai-Olmo-3-7B-Instruct",
+    "meituan-longcat-LongCat-2.0",
+    "microsoft-Phi-4-multimodal-instruct",  # Phi-4-mini's
+    "nvidia-NVIDIA-Nemotron-Nano-12B-v2",
+    "swiss-ai-Apertus-8B-Instruct-2509",
+    "tencent-Hunyuan-0.5B-Pretrain",
+    "tencent-Hy3",
+    "trl-internal-testing-tiny-DeepseekV3ForCausalLM-0528",  # DeepSeek R1's
     "LGAI-EXAONE-EXAONE-4.0-32B",
     "LiquidAI-LFM2-1.2B",
     "LFM2.5-8B-A1B",
@@ -178,6 +188,33 @@ def test_a_chat_goes_on_as_it_began(name: str) -> None:
         begun, _ = adapt(turns[:end], [TOOL], repairs)
         gone_on, _ = adapt(turns, [TOOL], repairs)
         assert gone_on[: len(begun) - 1] == begun[:-1]
+
+
+OWN_CALLS = {
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": '"tool_name": "look_at", "parameters": {"place": "north"}}',
+    "CohereLabs-command-a-plus-05-2026-w4a4": '"tool_name": "look_at", "parameters": {"place": "north"}}',
+    "XiaomiMiMo-MiMo-V2-Flash": "<function=look_at>\n<parameter=place>north</parameter>\n</function>",
+    "allenai-Olmo-3-7B-Instruct": '<function_calls>look_at(place="north")',
+    "meituan-longcat-LongCat-2.0": "<longcat_arg_key>place</longcat_arg_key>\n<longcat_arg_value>north<",
+    "microsoft-Phi-4-multimodal-instruct": '<|tool_call|>[{"name": "look_at", "arguments": {"place": "north"}}',
+    "nvidia-NVIDIA-Nemotron-Nano-12B-v2": '<TOOLCALL>[{"name": "look_at", "arguments": {"place": "north"}}',
+    "swiss-ai-Apertus-8B-Instruct-2509": '<|tools_prefix|>[{"look_at": {"place": "north"}}',
+    "tencent-Hunyuan-0.5B-Pretrain": '<tool_call>look_at\n```json\n{"place": "north"}\n```</tool_call>',
+    "tencent-Hy3": "<arg_key:opensource>place</arg_key:opensource>\n<arg_value:opensource>north<",
+    "trl-internal-testing-tiny-DeepseekV3ForCausalLM-0528": '<｜tool▁sep｜>look_at\n```json\n{"place": "north"}\n```<',
+}
+
+
+@pytest.mark.parametrize("name", OWN_CALLS)
+def test_the_next_turn_shows_a_call_as_the_model_writes_it_and_the_call_is_read(name: str) -> None:
+    chat = formatter(template_of(name))
+    messages, tools = CHATS["parallel"]
+    prompt = chat.format(messages, tools).text
+    north, seen = prompt.index(OWN_CALLS[name]), prompt.index("Seen north")
+    assert prompt.index("look_at") < prompt.index("Ask one") < north < seen
+    extractor = ToolCallExtractor(chat.dialect.tool_parser, [TOOL])
+    written = (*extractor.append(prompt[prompt.index("Ask one") : seen]).calls, *extractor.finish().calls)
+    assert "".join(call.arguments_fragment for call in written) == '{"place": "north"}{"place": "south"}'
 
 
 @pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "google-gemma-4-26B-A4B-it"])
@@ -420,7 +457,7 @@ def test_kimi_s_calls_are_named_by_their_ids(name: str) -> None:
     assert prompt.index("functions.look_at:1", prompt.index("south")) < prompt.index("Seen south")
 
 
-@pytest.mark.parametrize("name", ["Apertus-8B-Instruct", "nvidia-NVIDIA-Nemotron-Nano-12B-v2"])
+@pytest.mark.parametrize("name", ["GigaChat3-10B-A1.8B", "stepfun-ai-step3"])
 def test_templates_that_ask_for_calls_that_nobody_reads_are_not_given_the_tools(name: str) -> None:
     assert fit.tools_as_text in formatter(template_of(name))._fit(template_of(name)).repairs
 

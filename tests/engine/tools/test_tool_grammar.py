@@ -91,6 +91,8 @@ ENDINGS = (
     "</param>",
     "</arg_value>",
     "</arg_value>\n",
+    "</arg_value:opensource>\n",
+    "</longcat_arg_value>\n",
     "<escape>",
     '<|"|>',
     "<|close|>argument<|sep|>",
@@ -113,6 +115,11 @@ DEEPSEEK = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+HY3 = tuple(
+    f"<{slash}{tag}:opensource>"
+    for tag in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+    for slash in ("", "/")
+)
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|start|>")
 CALL_WORLD = make_tokenizer(
     added=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -126,7 +133,14 @@ WORLDS = {
     "kimi_k2": make_tokenizer(special=KIMI_K2),
     "kimi_k3": make_tokenizer(special=XTML),
     "deepseek_v31": make_tokenizer(special=DEEPSEEK),
+    "deepseek_r1": make_tokenizer(special=DEEPSEEK),
     "deepseek_dsml": make_tokenizer(special=("｜DSML｜",)),
+    "hunyuan": make_tokenizer(),
+    "hy3": make_tokenizer(special=HY3),
+    "json_list": make_tokenizer(),
+    "cohere": make_tokenizer(special=("<|START_ACTION|>", "<|END_ACTION|>")),
+    "apertus": make_tokenizer(special=("<|tools_prefix|>", "<|tools_suffix|>")),
+    "olmo3": make_tokenizer(),
     "harmony": make_tokenizer(special=HARMONY),
 }
 WORLDS["harmony"].eos_token_ids = frozenset([WORLDS["harmony"].added_tokens["<|call|>"]])  # the other ends messages
@@ -141,9 +155,18 @@ FORMATS = (
     "minimax_m2",
     "minicpm5",
     "seed_oss",
+    "deepseek_r1",
     "deepseek_v31",
     "deepseek_dsml",
+    "hunyuan",
+    "hy3",
+    "json_list",
+    "cohere",
+    "apertus",
+    "olmo3",
+    "mimo_v2",
     "longcat",
+    "longcat_tags",
     "kimi_k2",
     "kimi_k3",
     "gemma4",
@@ -266,6 +289,21 @@ def test_a_models_own_format_is_forced() -> None:
 
     assert first_text("json_tools").startswith('<tool_call>\n{"name": "get_weather", "arguments":')
     assert first_text("mistral").startswith("[TOOL_CALLS]get_weather[ARGS]{")
+    assert first_text("deepseek_r1").startswith(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"
+    )
+    assert first_text("hunyuan").startswith("<tool_calls><tool_call>get_weather\n```json\n{")
+    assert first_text("json_list").startswith('<TOOLCALL>[{"name": "get_weather", "arguments": {')
+    assert first_text("cohere") == '<|START_ACTION|>[\n    {"tool_call_id": "'
+    assert first_text("apertus").startswith('<|tools_prefix|>[{"get_weather": {')
+    assert first_text("olmo3") == '<function_calls>get_weather(city="'
+    assert first_text("hy3").startswith(
+        "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+    )
+    assert first_text("mimo_v2") == "<tool_call>\n<function=get_weather>\n<parameter=city>"
+    assert first_text("longcat_tags").startswith(
+        "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    )
     assert first_text("mistral_list").startswith('[TOOL_CALLS] [{"name": "get_weather", "arguments": {')
     assert first_text("qwen3_coder") == "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
     assert first_text("glm47") == "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>"

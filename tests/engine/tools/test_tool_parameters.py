@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def glm(*arguments: tuple[str, str]) -> str:
     return f"<tool_call>write\n{written}</tool_call>"
 
 
+def longcat(*arguments: tuple[str, str]) -> str:
+    return glm(*arguments).replace("tool_call>", "longcat_tool_call>").replace("arg_", "longcat_arg_")
+
+
+def hy3(*arguments: tuple[str, str]) -> str:
+    written = glm(*arguments).replace("<tool_call>write", "<tool_calls>\n<tool_call>write<tool_sep>")
+    return re.sub(r"(</?(?:tool|arg)_\w+)>", r"\1:opensource>", f"{written}\n</tool_calls>")
+
+
+def mimo(*arguments: tuple[str, str]) -> str:
+    written = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function=write>\n{written}</function>\n</tool_call>"
+
+
 def minimax(*arguments: tuple[str, str]) -> str:
     written = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments)
     return f'<minimax:tool_call>\n<invoke name="write">\n{written}</invoke>\n</minimax:tool_call>'
@@ -91,6 +106,9 @@ WRITERS = {
     "qwen3_coder": qwen,
     "glm47": glm,
     "laguna": glm,
+    "longcat_tags": longcat,
+    "hy3": hy3,
+    "mimo_v2": mimo,
     "minimax_m2": minimax,
     "muse_spark": muse,
     "minicpm5": minicpm,
@@ -213,7 +231,7 @@ def test_a_value_is_read_by_its_schema(name: str, key: str, written: str, value:
 @pytest.mark.parametrize("name", WRITERS)
 def test_numbers_and_words_of_unknown_type_are_read_as_the_family_does(name: str) -> None:
     text = WRITERS[name](("any", "5"), ("undeclared", "true"))
-    is_json = name in ("glm47", "laguna", "muse_spark")
+    is_json = name in ("glm47", "laguna", "longcat_tags", "muse_spark")
     assert read(name, text) == [
         ("write", {"any": 5, "undeclared": True} if is_json else {"any": "5", "undeclared": "true"})
     ]

@@ -328,6 +328,63 @@ FORMATS = [
         "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [WEATHER, ("f", {})],
     ),
+    (
+        "deepseek_r1",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>"
+        "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [WEATHER, ("f", {})],
+    ),
+    (
+        "hunyuan",
+        f"<tool_calls><tool_call>get_weather\n```json\n{PARIS}\n```</tool_call>\n<tool_call>f\n```json\n{{}}\n```"
+        "</tool_call></tool_calls>",
+        [WEATHER, ("f", {})],
+    ),
+    (
+        "json_list",
+        f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "f", "arguments": {{}}}}]</TOOLCALL>',
+        [WEATHER, ("f", {})],
+    ),
+    ("json_list", f'<TOOLCALL>[{{"arguments": {PARIS}, "name": "f"}}]</TOOLCALL>', [("f", WEATHER[1])]),
+    (
+        "cohere",
+        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}},\n'
+        '    {"tool_name": "f", "parameters": {}}\n]<|END_ACTION|>',
+        [WEATHER, ("f", {})],
+    ),
+    ("cohere", f'<|START_ACTION|>[{{"parameters": {PARIS}, "tool_name": "f"}}]<|END_ACTION|>', [("f", WEATHER[1])]),
+    (
+        "apertus",
+        f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"f": {{}}}}]',
+        [WEATHER, ("f", {})],
+    ),
+    ("apertus", f'<|tools_prefix|>[{{"get_weather": {PARIS}}}]<|tools_suffix|>', [WEATHER]),
+    (
+        "olmo3",
+        '<function_calls>get_weather(city="Paris")\nf(a=null, b=[true, "x\\ny"])</function_calls>',
+        [WEATHER, ("f", {"a": None, "b": [True, "x\ny"]})],
+    ),
+    (
+        "hy3",
+        "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
+        "</tool_call:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        [WEATHER, ("f", {})],
+    ),
+    (
+        "longcat_tags",
+        "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+        "<longcat_arg_value>Paris</longcat_arg_value>\n</longcat_tool_call>",
+        [WEATHER],
+    ),
+    ("longcat_tags", "<longcat_tool_call>get_weather\n</longcat_tool_call>", [("get_weather", {})]),
+    (
+        "mimo_v2",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n\nParis\n</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</tool_call>",
+        [("get_weather", {"city": "\n\nParis\n", "days": 3})],
+    ),
     (  # the tag says what is a text
         "deepseek_dsml",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
@@ -399,7 +456,18 @@ def test_a_call_cut_short_is_never_shortened_or_lost(name: str, text: str, calls
             assert any(whole.startswith(arguments) for whole in complete), (end, content, found)
 
 
-@pytest.mark.parametrize(("name", "text", "calls"), [case for case in FORMATS if case[2] == [WEATHER]])
+FIRST = {  # of several
+    "deepseek_r1": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>",
+    "hunyuan": f"<tool_call>get_weather\n```json\n{PARIS}\n```</tool_call>",
+    "json_list": f'[{{"name": "get_weather", "arguments": {PARIS}}}]',
+    "cohere": f'[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}}\n]',
+    "apertus": f'[{{"get_weather": {PARIS}}}]',
+    "olmo3": 'get_weather(city="Paris")',
+}
+ALONE = [(name, f"{parser_named(name).start}{call}{parser_named(name).end}", [WEATHER]) for name, call in FIRST.items()]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), [case for case in [*FORMATS, *ALONE] if case[2] == [WEATHER]])
 def test_what_a_limit_cuts_off_of_a_call_is_no_content(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
     parser = parser_named(name)
     for end in range(len(parser.start), len(text)):
@@ -455,6 +523,24 @@ def test_the_parser_is_inferred_as_mlx_lm_does() -> None:
     assert found(LLAMA_TEMPLATE) == "llama3_json"
     assert found("plain") is None
     assert found(None, ("<|tool_call_start|>", "<|tool_call_end|>")) == "pythonic"
+
+
+def test_a_template_shows_a_format_that_is_only_like_the_one_that_mlx_lm_infers() -> None:
+    """Converted models have in their configuration what mlx-lm has inferred."""
+    shown = "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>value_1</parameter>"
+    tokenizer = make_tokenizer(chat_template=shown).hf
+    for configured, found in ((None, "mimo_v2"), ("qwen3_coder", "mimo_v2"), ("glm47", "glm47")):
+        tokenizer.init_kwargs["tool_parser_type"] = configured
+        parser = find_tool_parser(tokenizer)
+        assert parser is not None
+        assert parser.name == found
+
+
+def test_the_format_is_that_of_the_template_for_tools() -> None:
+    tokenizer = make_tokenizer(chat_template={"default": "plain", "tool_use": "<|START_ACTION|>"}).hf
+    parser = find_tool_parser(tokenizer)
+    assert parser is not None
+    assert parser.name == "cohere"
 
 
 def test_the_configuration_may_name_the_parser() -> None:
