@@ -66,16 +66,24 @@ def test_one_group_without_a_window_needs_what_it_needed_before() -> None:
     assert LayerGroups((64,), 32).max_tokens(3) == 96
 
 
+@pytest.fixture
+def all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headroom for all that running requests may still write, rather than a share of it."""
+    monkeypatch.setattr("mlx_server.batching.policy._HEADROOM", 1.0)
+
+
+@pytest.mark.usefixtures("all_that_is_left")
 def test_headroom_counts_windows_that_are_not_full_yet() -> None:
     running = [make_request("short", 40, 192), make_request("long", 150, 64)]
-    assert headroom(running, share=1.0) == 8  # 256 tokens
+    assert headroom(running) == 8  # 256 tokens
     for window, num_blocks in ((103, 2), (104, 2), (105, 3)):  # the short one may still grow by 63, 64 or 65 tokens
-        assert headroom(running, (None, window), share=1.0) == 8 + num_blocks
+        assert headroom(running, (None, window)) == 8 + num_blocks
 
 
+@pytest.mark.usefixtures("all_that_is_left")
 def test_headroom_counts_the_rest_of_an_answer_up_to_a_cap() -> None:
     for max_tokens, num_blocks in ((32, 1), (33, 2), (1024, 32), (1025, 32), (9000, 32)):
-        assert headroom([make_request("r", 10, max_tokens)], share=1.0) == num_blocks
+        assert headroom([make_request("r", 10, max_tokens)]) == num_blocks
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------
