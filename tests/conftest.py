@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in IN_REAL_TIME:
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except="from pytest-timeout"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """pytest ends what hangs below Python by one limit for all tests. Those that may take longer get a later one."""
+    own = item.get_closest_marker("timeout")
+    if own is not None and own.args[0] > (usual_s := float(item.config.getini("timeout"))):
+        more_s = float(item.config.getini("faulthandler_timeout")) - usual_s
+        faulthandler.dump_traceback_later(own.args[0] + more_s, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_finish() -> None:

@@ -73,9 +73,8 @@ async def served(site: Site, tmp_path: Path) -> AsyncIterator[Site]:
     ("num_examples", "num_requests"),
     [
         pytest.param(4, 100, id="few", marks=pytest.mark.slow),
-        pytest.param(90, 2000, id="many", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
         pytest.param(
-            -(-NUM_ATTACKING // 20), NUM_ATTACKING, id="attack", marks=[pytest.mark.attack, pytest.mark.timeout(3600)]
+            -(-NUM_ATTACKING // 20), NUM_ATTACKING, id="many", marks=[pytest.mark.attack, pytest.mark.timeout(3600)]
         ),
     ],
 )
