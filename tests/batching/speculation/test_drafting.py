@@ -252,10 +252,10 @@ def test_the_wait_of_one_hiccup_is_not_believed_for_ever() -> None:
     request = _request("a", [1, 2, 3, 7, 8, 9, 1, 2, 3])
     for _ in range(20):
         speculation.observe(4, 0.013, 60.0, is_drafted=True)
-    assert not speculation.choose({request: 4}, StepRoom(1, speculation.costs))
+    assert not speculation.choose({request: 4}, StepRoom(1, speculation.costs, wait_s=speculation.wait_s))
     for _ in range(300):
         speculation.observe(1, 0.010, 0.0, is_drafted=False)
-    assert speculation.choose({request: 4}, StepRoom(1, speculation.costs))
+    assert speculation.choose({request: 4}, StepRoom(1, speculation.costs, wait_s=speculation.wait_s))
 
 
 def test_what_a_wrong_draft_has_computed_again_counts() -> None:
