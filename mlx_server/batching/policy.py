@@ -392,7 +392,7 @@ class Policy:
         is_its_turn = all(other.client == request.client for other in before_it)
         return is_its_turn and sum(map(wanted.__getitem__, shorter)) < left // 2
 
-    def grow(self, step: Step, request: Request, num_tokens: int) -> BlockIds | None:
+    def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks for the next `num_tokens` tokens, preempting those last in `by_holdings` if necessary. None if the
         request must sit out this step: it waits for detached blocks or for memory, or was preempted itself."""
         table = self._table
@@ -418,7 +418,7 @@ class Policy:
         that case it may have to sit out a step (None), or preempt others if there would be no step otherwise."""
         if step.requests or step.given or self._table.submitted:
             return self._blocks.allocate(request, request.num_tokens)
-        return self.grow(step, request, request.num_tokens - request.num_computed_tokens)
+        return self.grow(request, request.num_tokens - request.num_computed_tokens)
 
     def next_of_all(self, now: float) -> Request:
         """The waiting request that would start next if there were memory for it."""

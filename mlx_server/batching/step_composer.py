@@ -136,7 +136,7 @@ class StepComposer:
                     spare -= num_tokens - 1
             filled = start % BLOCK_SIZE
             is_room = filled and filled + num_tokens <= BLOCK_SIZE
-            block_ids = () if is_room else self.policy.grow(step, request, num_tokens)
+            block_ids = () if is_room else self.policy.grow(request, num_tokens)
             if block_ids is not None:
                 step.num_decode_tokens += num_tokens
                 self._put(step, request, num_tokens, block_ids, own_drafts)

@@ -38,14 +38,6 @@ class Slots:
         flat = self.numbers.reshape(-1).astype(np.int32)
         return mx.array(np.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))))
 
-    @cached_property
-    def places(self) -> slice | npt.NDArray[np.integer]:
-        """The numbers for NumPy; a slice if they are consecutive, which is faster."""
-        numbers = self.numbers
-        if numbers.ndim == 1 and numbers.size and (np.diff(numbers) == 1).all():
-            return slice(int(numbers[0]), int(numbers[-1]) + 1)
-        return numbers
-
 
 KV_GROUP_SIZE = 32
 """How many numbers of a quantised row share a scale and a bias."""

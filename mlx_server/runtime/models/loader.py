@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,8 +41,6 @@ from mlx_server.runtime.models.folder import CONTEXT_KEYS
 from mlx_server.runtime.models.resolve import find_adapter, find_folder
 from mlx_server.runtime.pooling import Pooler, PoolingSpec, load_dense, read_pooling
 from mlx_server.runtime.vision import IMAGE_SHARE, ImageEncoder
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Pieces = Generator[float, None, T]
