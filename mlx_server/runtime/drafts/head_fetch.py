@@ -23,6 +23,7 @@ from huggingface_hub.utils._http import get_session
 from mlx_server.config import home
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models.folder import TensorHeader
+from mlx_server.runtime.models.made_folders import storage_error
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
@@ -49,10 +50,7 @@ def fetch_heads(origin: str, pattern: re.Pattern[str]) -> Path:
     except DownloadError:
         raise
     except OSError as error:
-        raise DownloadError(
-            f"Cannot keep the multi-token-prediction heads of {origin} in {path.parent}: {error.strerror or error}. "
-            "Make room or give the right to write there, or set MLX_SERVE_HOME to another folder."
-        ) from error
+        raise storage_error(f"the multi-token-prediction heads of {origin}", error) from error
     except Exception as error:  # of the HTTP library, or because the answer is not the expected JSON
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DownloadError(

@@ -196,6 +196,6 @@ def storage_error(
     """The error for a model that cannot be written to `folder` (None: the home folder), which `variable` sets."""
     kind = InsufficientStorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DownloadError
     return kind(
-        f"Cannot keep {source} in {error.filename or folder or home()}: {error.strerror}. Make room or give the right "
-        f"to write there, or set {variable} to another folder."
+        f"Cannot keep {source} in {error.filename or folder or home()}: {error.strerror or error}. Make room or give "
+        f"the right to write there, or set {variable} to another folder."
     )
