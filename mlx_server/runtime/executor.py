@@ -195,11 +195,8 @@ class MLXThread:
     def give_up(self, error: EngineDeadError) -> None:
         """The device will never finish its work: all steps and waiting calls fail with `error`, and the thread is
         abandoned. Any thread."""
-        with self._condition:
-            self._is_stopping = self._is_lost = True
-            workers = list(self._workers)
-        for worker in workers:
-            worker.abandon(error)
+        self._is_lost = True
+        self._abandon_all(error)
 
     def stop(self) -> None:
         """Ends the thread after all its calls and steps, and waits for it, unless it was given up."""
@@ -217,16 +214,18 @@ class MLXThread:
                     work()
         except BaseException as error:
             logger.critical("The MLX thread has died: %s", error, exc_info=error)
-            dead = EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}")
-            with self._condition:
-                self._is_stopping = True
-                workers = list(self._workers)
-            for worker in workers:
-                worker.abandon(dead)
+            self._abandon_all(EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}"))
         finally:
             self.device.stop()
             # A thread that ends with streams left makes MLX abort the process at its exit, some of the time.
             mx.clear_streams()
+
+    def _abandon_all(self, error: EngineDeadError) -> None:
+        with self._condition:
+            self._is_stopping = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.abandon(error)
 
     def _wait_for_work(self) -> Callable[[], None] | None:
         """The next work: results first, since clients wait for them. None when the thread should end."""
