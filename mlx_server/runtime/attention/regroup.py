@@ -128,10 +128,8 @@ class RegroupedModule:
         if "mask" in self._names:
             asked = given.get("mask")
             is_array, window = (asked.is_array, asked.window) if isinstance(asked, StepMask) else (False, None)
-            if isinstance(cache, StateLayerCache):
-                mine["mask"] = None
-            else:
-                mine["mask"] = view.make_mask(group.length, is_array, window)
+            is_state = isinstance(cache, StateLayerCache)
+            mine["mask"] = None if is_state else view.make_mask(group.length, is_array, window)
         mine["cache"] = view
         with self._step.adapters.group(group):
             return self._inner(**mine)

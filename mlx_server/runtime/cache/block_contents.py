@@ -102,13 +102,12 @@ class BlockContents:
 
     def refusal(self) -> str | None:
         """The reason why blocks cannot be copied, None if they can."""
-        contents = [pool.contents[0] for pool in self._cache.pools]
-        if any(isinstance(content, GpuPool) for content in contents):
-            # Without unified memory, MLX moves a buffer when the host reads it.
-            if any(isinstance(content, GpuPool) and content.memory.is_scattered for content in contents):
-                return f"the {self._cache.backend.name} attention backend does not write K/V in place"
-            if not mx.metal.is_available():
-                return f"the {self._cache.backend.name} backend's memory is not the host's"
+        pools = [pool.contents[0] for pool in self._cache.pools if isinstance(pool.contents[0], GpuPool)]
+        if any(pool.memory.is_scattered for pool in pools):
+            return f"the {self._cache.backend.name} attention backend does not write K/V in place"
+        # Without unified memory, MLX moves a buffer when the host reads it.
+        if pools and not mx.metal.is_available():
+            return f"the {self._cache.backend.name} backend's memory is not the host's"
         return None
 
     def dtype(self) -> str | None:
