@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -83,6 +84,7 @@ class TrialRequests:
         return logits
 
 
+@dataclass(slots=True)
 class Probe:
     """A few prompts and plain mlx-lm's logits for them, which a runner must reproduce: without adapters, and then in
     batches with two adapters and one request without, until each adapter has been in a batch; then once more, without
@@ -90,22 +92,16 @@ class Probe:
 
     Make it before the runner: the model must be as mlx-lm built it, apart from `adapters`. Other models' steps may run
     at each yield.
+
+    `_expected` has plain mlx-lm's logits of all sequences for each choice of their adapters, while the layers of
+    `_choices` have few tokens to choose.
     """
 
-    def __init__(
-        self,
-        model_type: str,
-        sequences: list[list[int]],
-        expected: dict[tuple[int, ...], list[mx.array]],
-        choices: Sequence[Choice] = (),
-    ) -> None:
-        """`expected` has plain mlx-lm's logits of all sequences for each choice of their adapters, while the layers of
-        `choices` have few tokens to choose."""
-        self._model_type = model_type
-        self._sequences = sequences
-        self._expected = expected
-        self._choices = choices
-        self._with_few: Probe | None = None
+    _model_type: str
+    _sequences: list[list[int]]
+    _expected: dict[tuple[int, ...], list[mx.array]]
+    _choices: Sequence[Choice]
+    _with_few: Probe | None = None
 
     @classmethod
     def in_pieces(cls, model: Any, vocab_size: int, adapters: AdapterRows) -> Generator[float, None, Probe]:
