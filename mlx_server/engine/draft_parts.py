@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.config import BLOCK_SIZE, WHOLE_WEIGHTS, Config
-from mlx_server.engine.loading import find_model, make_model_runner
+from mlx_server.engine.loading import find_model
 from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
 from mlx_server.engine.memory.need import estimate_heads
@@ -37,7 +37,7 @@ from mlx_server.runtime.drafts.layer_taps import FeatureStates
 from mlx_server.runtime.drafts.runner import AssistantFeed, BlockFeed, DraftingRunner, HeadFeed
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.folder import is_assistant, is_block_drafter, only_drafts, read_model_json
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,7 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     elif folder is not None or tokenizer is not None:
         without = target.name if tokenizer is None else settings.model
         raise _refused(settings.model, target, f"{without} has no tokenizer, so the vocabularies cannot be compared")
-    return await run(
-        load_in_pieces(settings.model, folder, settings.dtype, trust_remote_code=settings.trust_remote_code)
-    )
+    return await run(load_in_pieces(replace(settings, batch_invariant=False, pooling="auto"), folder))
 
 
 async def load_model_head(config: Config, target: LoadedModel, share: MemoryShare, run: InPieces) -> Any:
@@ -170,7 +168,7 @@ async def make_draft(
         sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
     room = PoolRoom(max_num_tokens, share.kv_limit_bytes, share.kv_room_bytes)
-    runner, info = await run(make_model_runner(config, loaded, room))
+    runner, info = await run(make_runner(loaded, config, room))
     try:
         if (fault := _fault(info, target_runner, head)) is not None:
             raise _refused(loaded.name, target, fault)

@@ -1,22 +1,18 @@
-"""Loads a model's weights and makes its runner, as a configuration says, and names the model: the same on all ranks
-that share a model."""
+"""Finds a model and its adapters, as a configuration says, and names the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_server.config import Config, ModelConfig
+from mlx_server.config import ModelConfig
 from mlx_server.engine.prefixes.model_on_disk import fingerprint
 from mlx_server.errors import DownloadError, ModelLoadError, ModelNotFoundError
 from mlx_server.model_entries import Adapter
-from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.layers.adapter_files import ADAPTER_FILES, check_files, merged_adapter
-from mlx_server.runtime.layers.sharding import Group
-from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
+from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.resolve import find_adapter, find_folder
 
 
@@ -54,35 +50,6 @@ def check_unchanged(adapters: Iterable[Adapter]) -> None:
                 f"The files of the adapter {adapter.folder} changed while they were read: load it again when they are "
                 "written."
             )
-
-
-def read_model(
-    settings: ModelConfig, folder: Path | None, adapters: Sequence[Adapter], group: Group | None = None
-) -> Pieces[LoadedModel]:
-    """`load_in_pieces` with the model's settings, and its adapters from `find_content`."""
-    return load_in_pieces(
-        settings.model,
-        folder,
-        settings.dtype,
-        adapters=adapters,
-        trust_remote_code=settings.trust_remote_code,
-        batch_invariant=settings.batch_invariant,
-        pooling=settings.pooling,
-        group=group,
-    )
-
-
-def make_model_runner(config: Config, loaded: LoadedModel, room: PoolRoom) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
-    """`make_runner` with the configuration's settings."""
-    return make_runner(
-        loaded,
-        room,
-        backend=config.model.attention_backend,
-        pool=config.cache,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        drafts=config.drafts,
-        batch_invariant=config.model.batch_invariant,
-    )
 
 
 @dataclass(frozen=True, slots=True)

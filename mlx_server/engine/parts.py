@@ -32,8 +32,6 @@ from mlx_server.engine.loading import (
     draft_model_named,
     find_content,
     find_model,
-    make_model_runner,
-    read_model,
 )
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
@@ -54,6 +52,8 @@ from mlx_server.runtime.models.loader import (
     RunnerInfo,
     compute_something,
     is_gpu,
+    load_in_pieces,
+    make_runner,
     release,
     wait_for_device,
 )
@@ -241,7 +241,7 @@ async def _load_parts(
     elif (draft_config := config.heads) is not None:
         loaded_draft = await load_model_head(config, loaded, share, run)
     room = PoolRoom(config.scheduler.max_num_seqs * limit, share.kv_limit_bytes, share.kv_room_bytes)
-    runner, info = await ranks.make_runner(room, run(make_model_runner(config, loaded, room)))
+    runner, info = await ranks.make_runner(room, run(make_runner(loaded, config, room)))
     made.push_async_callback(undo, around.thread, runner.close)
     weight_bytes = loaded.weight_bytes  # once: it adds up all arrays of the model
     kv_bytes = info.num_blocks * info.block_bytes + info.state_bytes
@@ -301,7 +301,7 @@ async def _load_model(
     if given is None:
         folder = await asyncio.to_thread(find_model, settings)
         adapters = await asyncio.to_thread(lambda: list(map(find_content, settings.adapters)))
-        loaded: LoadedModel = await run(read_model(settings, folder, adapters, group))
+        loaded: LoadedModel = await run(load_in_pieces(settings, folder, adapters, group))
         await asyncio.to_thread(check_unchanged, adapters)
         return loaded
     if given.pooling is not None:

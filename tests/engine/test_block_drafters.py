@@ -10,6 +10,7 @@ import pytest
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.speculation.draft_heads import BlockDrafts
+from mlx_server.config import ModelConfig
 from mlx_server.engine.parts import GivenModels
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import ScheduledChunk
@@ -304,7 +305,7 @@ def test_a_failed_load_leaves_a_given_model_as_it_was(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter, _, _ = folders(tmp_path, "dflash")
-    model = exhaust(load_in_pieces(target, Path(target), "auto"))
+    model = exhaust(load_in_pieces(ModelConfig(model=target), Path(target)))
     given = exhaust(load_drafter(read_block_drafter, "drafter", Path(drafter), model, "auto"))
     closed, close = list[ModelRunner](), ModelRunner.close
 

@@ -30,7 +30,7 @@ async def test_a_cancelled_load_ends_on_the_mlx_thread(tmp_path: Path, monkeypat
         finally:
             ended_on.append(threading.current_thread())
 
-    monkeypatch.setattr(parts, "read_model", endless)
+    monkeypatch.setattr(parts, "load_in_pieces", endless)
     config = Config(model=ModelConfig(model=str(make_folder(tmp_path / "m"))))
     thread = MLXThread()
     around = Surroundings(thread, on_progress=lambda share: loading.cancel())
@@ -48,7 +48,7 @@ async def test_a_load_that_fails_late_holds_nothing_while_its_error_is_shown(
         raise ModelLoadError("There is no runner.")
         yield
 
-    monkeypatch.setattr(parts, "make_model_runner", refuse)
+    monkeypatch.setattr(parts, "make_runner", refuse)
     folder = make_folder(tmp_path / "m")
     engine = AsyncEngine(Config(model=ModelConfig(model=str(folder))))
     before = active_bytes()

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_server.config import CacheConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.outputs import NewRequestData, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.trials import exhaust
@@ -46,10 +46,12 @@ def runner_of(model_type: str) -> ModelRunner:
     runner, info = exhaust(
         make_runner(
             tiny_vlm(model_type).loaded,
+            Config(
+                model=ModelConfig(attention_backend="auto"),
+                cache=CacheConfig(num_kv_blocks=32),
+                scheduler=SchedulerConfig(max_num_seqs=2, speculate="off"),
+            ),
             PoolRoom(256, 2**28, 2**28),
-            backend="auto",
-            pool=CacheConfig(num_kv_blocks=32),
-            max_num_seqs=2,
         )
     )
     assert info.no_vision == ""

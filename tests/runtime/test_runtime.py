@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
-from mlx_server.config import CacheConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime import memory
@@ -173,10 +173,12 @@ def test_what_cannot_be_paged_is_refused_by_name(model, words):
         exhaust(
             make_runner(
                 loaded,
+                Config(
+                    model=ModelConfig(attention_backend="reference"),
+                    cache=CacheConfig(num_kv_blocks=8),
+                    scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+                ),
                 PoolRoom(256, 2**30, 2**30),
-                backend="reference",
-                pool=CacheConfig(num_kv_blocks=8),
-                max_num_seqs=4,
             )
         )
 
@@ -394,10 +396,12 @@ def test_unloading_gives_the_memory_back(tmp_path):
     runner, info = exhaust(
         make_runner(
             loaded,
+            Config(
+                model=ModelConfig(attention_backend="reference"),
+                cache=CacheConfig(kv_cache_memory="64MB"),
+                scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+            ),
             PoolRoom(10**6, 2**30, 2**30),
-            backend="reference",
-            pool=CacheConfig(kv_cache_memory="64MB"),
-            max_num_seqs=4,
         )
     )
     num_weight_bytes = sum(array.nbytes for _, array in nn.utils.tree_flatten(loaded.model.parameters()))
@@ -465,10 +469,12 @@ def test_a_vocabulary_that_is_not_the_logits_width_is_refused():
         exhaust(
             make_runner(
                 loaded,
+                Config(
+                    model=ModelConfig(attention_backend="reference"),
+                    cache=CacheConfig(num_kv_blocks=8),
+                    scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+                ),
                 PoolRoom(256, 2**30, 2**30),
-                backend="reference",
-                pool=CacheConfig(num_kv_blocks=8),
-                max_num_seqs=4,
             )
         )
 

@@ -28,7 +28,7 @@ from mlx_server.engine.distributed.rank_link import (
     shared_settings,
 )
 from mlx_server.engine.distributed.ranks import Load, MakeRunner, described_runner, described_weights, own_rank
-from mlx_server.engine.loading import find_model, make_model_runner, read_model
+from mlx_server.engine.loading import find_model
 from mlx_server.errors import ServeError
 from mlx_server.observability.logs import leave, set_up_logging
 from mlx_server.outputs import SchedulerOutput
@@ -37,7 +37,7 @@ from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.sharding import Group, from_first, join_group
 from mlx_server.runtime.memory import bounded_memory, read_memory
 from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
-from mlx_server.runtime.models.loader import LoadedModel, release
+from mlx_server.runtime.models.loader import LoadedModel, load_in_pieces, make_runner, release
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,12 @@ class _Follower:
     def _load(self, load: Load) -> str:
         self._bound.enter_context(bounded_memory(load.limit_bytes))
         settings = self._config.model
-        self._loaded = exhaust(read_model(settings, find_model(settings), (), self._group))
+        self._loaded = exhaust(load_in_pieces(settings, find_model(settings), (), self._group))
         return described_weights(self._loaded)
 
     def _make_runner(self, message: MakeRunner) -> str:
         assert self._loaded is not None, "weights are loaded first"
-        self._runner, info = exhaust(make_model_runner(self._config, self._loaded, message.room))
+        self._runner, info = exhaust(make_runner(self._loaded, self._config, message.room))
         return described_runner(info)
 
     def _step(self, step: SchedulerOutput) -> None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_server.config import FULL_KV, CacheConfig
+from mlx_server.config import FULL_KV, Config, ModelConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.backends import choose_backend
@@ -115,34 +115,27 @@ class RunnerInfo(PoolPlan):
 
 
 def load(
-    name: str, dtype: str = "auto", *, adapters: Sequence[Adapter] = (), trust_remote_code: bool = False
+    name: str, dtype: Any = "auto", *, adapters: Sequence[Adapter] = (), trust_remote_code: bool = False
 ) -> LoadedModel:
     """`find_folder` and `load_in_pieces` together. MLX thread."""
+    settings = ModelConfig(model=name, dtype=dtype, trust_remote_code=trust_remote_code)
     folder, found = find_folder(name, dtype), [find_adapter(adapter) for adapter in adapters]
-    return exhaust(load_in_pieces(name, folder, dtype, adapters=found, trust_remote_code=trust_remote_code))
+    return exhaust(load_in_pieces(settings, folder, found))
 
 
 def load_in_pieces(
-    name: str,
-    folder: Path | None,
-    dtype: str = "auto",
-    *,
-    adapters: Sequence[Adapter] = (),
-    trust_remote_code: bool = False,
-    batch_invariant: bool = False,
-    pooling: str = "auto",
-    group: Group | None = None,
+    settings: ModelConfig, folder: Path | None, adapters: Sequence[Adapter] = (), group: Group | None = None
 ) -> Pieces[LoadedModel]:
     """Loads a model and its adapters from their folders. MLX thread. Raises `ModelLoadError`.
 
-    Yields the share of the weights that is in memory, each time other models' steps may run in between. `dtype` `auto`
-    keeps the model's own type on a GPU; on the CPU it computes in float32, because products in half precision are over
-    ten times slower there, and keeps weights in bfloat16 where the native products can read them. With
-    `batch_invariant`, each product on a GPU uses one kernel for any number of rows, if there is one. `pooling` is the
-    setting --pooling. With a `group` of ranks, each reads and keeps its own part only, without a vision encoder.
+    Yields the share of the weights that is in memory, each time other models' steps may run in between. The dtype
+    `auto` keeps the model's own type on a GPU; on the CPU it computes in float32, because products in half precision
+    are over ten times slower there, and keeps weights in bfloat16 where the native products can read them. With
+    `batch_invariant`, each product on a GPU uses one kernel for any number of rows, if there is one. With a `group` of
+    ranks, each reads and keeps its own part only, without a vision encoder.
     """
     install_seam()
-    no_vision = ""
+    name, no_vision, trust_remote_code = settings.model, "", settings.trust_remote_code
     if folder is None:
         model, config = random_models.build(name)
     elif group is not None:
@@ -150,7 +143,7 @@ def load_in_pieces(
         no_vision = why_no_vision(folder) or NO_IMAGES
     else:
         model, config, no_vision = load_folder(folder, trust_remote_code)
-    spec = read_pooling(folder, name, config, pooling)
+    spec = read_pooling(folder, name, config, settings.pooling)
     merged = merged_adapter(adapters)
     if merged is not None:
         apply_adapter(model, merged)
@@ -158,7 +151,8 @@ def load_in_pieces(
     loaded = LoadedModel(name, model, config, folder, rows, spec, no_vision, group)
     if group is not None:
         shard_model(model, loaded.setting, group)
-    yield from prepare_weights(model, dtype, batch_invariant=batch_invariant, is_alone=group is None)
+    exact = settings.batch_invariant
+    yield from prepare_weights(model, settings.dtype, batch_invariant=exact, is_alone=group is None)
     return loaded
 
 
@@ -213,31 +207,22 @@ def evaluate(arrays: Sequence[mx.array]) -> Pieces[None]:
     yield 1.0
 
 
-def make_runner(
-    loaded: LoadedModel,
-    room: PoolRoom,
-    *,
-    backend: str,
-    pool: CacheConfig,
-    max_num_seqs: int,
-    drafts: bool = False,
-    batch_invariant: bool = False,
-) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
+def make_runner(loaded: LoadedModel, config: Config, room: PoolRoom) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
     """A runner with its pools, after its logits were compared with plain mlx-lm's. MLX thread; yields where other
     models' steps may run in between.
 
-    The pool starts small, unless its number of blocks is given. At most `max_num_seqs` requests run at a time. With
-    `drafts` there are also recurrent states behind drafts. `batch_invariant` requires the same bits in every batch.
-    Raises `ModelLoadError` if the model cannot be paged, gives other logits in a ragged batch, or is not
+    The pool starts small, unless its number of blocks is given. If anything may draft, there are also recurrent states
+    behind drafts. Raises `ModelLoadError` if the model cannot be paged, gives other logits in a ragged batch, or is not
     batch-invariant although it must be; `InsufficientMemoryError` or `ConfigError` if the requested pool or backend is
     impossible.
     """
     install_seam()
+    settings, kv_bits = config.model, config.cache.kv_bits
     layers = discover_layers(loaded.model)
     yield 1.0
-    cache = PagedKVCache(layers, choose_backend(backend, attention_specs(layers)))
+    cache = PagedKVCache(layers, choose_backend(settings.attention_backend, attention_specs(layers)))
     yield 1.0
-    if batch_invariant:
+    if settings.batch_invariant:
         yield from compute_by_row(loaded.model, cache.backend, tuple(loaded.adapters.by_name))
     probe = yield from Probe.in_pieces(loaded.model, loaded.vocab_size, loaded.adapters)
     pooler = Pooler(load_dense(loaded.pooling))
@@ -250,12 +235,12 @@ def make_runner(
         is_bidirectional = _check_pooling(loaded, runner)
         if is_bidirectional:
             cache.backend = BidirectionalBackend(cache.backend.make_rows)
-        elif pool.kv_bits != FULL_KV:
-            yield from quantize_kv(runner, loaded.vocab_size, pool.kv_bits, backend)
-            if batch_invariant:
+        elif kv_bits != FULL_KV:
+            yield from quantize_kv(runner, loaded.vocab_size, kv_bits, settings.attention_backend)
+            if settings.batch_invariant:
                 yield from compute_by_row(loaded.model, cache.backend, tuple(loaded.adapters.by_name))
         yield 1.0
-        if batch_invariant:
+        if settings.batch_invariant:
             yield from check_invariance(runner, loaded.vocab_size)
         runner.warm_up_sampler()
         yield 1.0
@@ -263,7 +248,8 @@ def make_runner(
         if not no_vision:
             runner.images = ImageEncoder(loaded.model, max_bytes=int(IMAGE_SHARE * room.kv_limit_bytes))
             room = replace(room, kv_limit_bytes=room.kv_limit_bytes - runner.images.max_bytes)
-        plan = plan_pools(cache, pool, room, max_num_seqs=max_num_seqs, drafts=drafts)
+        max_num_seqs = config.scheduler.max_num_seqs
+        plan = plan_pools(cache, config.cache, room, max_num_seqs=max_num_seqs, drafts=config.drafts)
         cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.all_slots, num_checkpoints=plan.num_checkpoints)
         first_steps = yield from measure_first_steps(runner, plan.num_blocks, room.max_num_tokens)
     except BaseException:

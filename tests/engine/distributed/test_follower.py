@@ -68,7 +68,7 @@ def invite(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(follower, "join_group", lambda rank, size: group)
     monkeypatch.setattr(follower, "from_first", lambda group, data: TOKEN + port.to_bytes(2, "big"))
     monkeypatch.setattr(
-        follower, "read_model", lambda settings, folder, adapters, group: read_alone(settings, folder, ())
+        follower, "load_in_pieces", lambda settings, folder, adapters, group: read_alone(settings, folder, ())
     )
 
 
@@ -103,7 +103,7 @@ class Leader:
         assert not self._thread.is_alive()
 
 
-read_alone = follower.read_model
+read_alone = follower.load_in_pieces
 
 
 def config_for(model: object) -> Config:

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models import deepseek_v32
 from mlx_lm.utils import _get_classes
 
-from mlx_server.config import CacheConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.trials import exhaust
@@ -21,10 +21,12 @@ from tests.architectures import config_of
 def level_of(model: Any, config: dict[str, Any]) -> str:
     steps = make_runner(
         LoadedModel("sparse", model, config, None),
+        Config(
+            model=ModelConfig(attention_backend="reference"),
+            cache=CacheConfig(num_kv_blocks=16),
+            scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+        ),
         PoolRoom(512, 10**8, 10**8),
-        backend="reference",
-        pool=CacheConfig(num_kv_blocks=16),
-        max_num_seqs=4,
     )
     return exhaust(steps)[1].level
 

@@ -12,7 +12,7 @@ import pytest
 from emulator.worlds import kernel_maker, make_backend
 from mlx_lm.models import llama
 
-from mlx_server.config import CacheConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.regroup import possible_levels
 from mlx_server.runtime.attention.seam import install_seam
@@ -88,11 +88,12 @@ def test_a_model_whose_logits_depend_on_the_batch_is_refused() -> None:
     loaded = LoadedModel("llama", model, dict(config), None)
     steps = make_runner(
         loaded,
+        Config(
+            model=ModelConfig(attention_backend=NATIVE_BACKEND, batch_invariant=True),
+            cache=CacheConfig(num_kv_blocks=64),
+            scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+        ),
         PoolRoom(1000, 10**9, 10**8),
-        backend=NATIVE_BACKEND,
-        pool=CacheConfig(num_kv_blocks=64),
-        max_num_seqs=4,
-        batch_invariant=True,
     )
     with pytest.raises(ModelLoadError, match="bits depend on the batch"):
         exhaust(steps)
@@ -107,11 +108,12 @@ def test_no_piece_of_a_load_computes_more_than_one_step() -> None:
     layer.__class__ = type("Counted", (type(layer),), {"__call__": lambda self, x: calls.append(1) or plain(self, x)})
     steps = make_runner(
         LoadedModel("llama", model, {"vocab_size": 96}, None),
+        Config(
+            model=ModelConfig(attention_backend=NATIVE_BACKEND, batch_invariant=True),
+            cache=CacheConfig(num_kv_blocks=64, kv_bits="8"),
+            scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+        ),
         PoolRoom(1000, 10**9, 10**8),
-        backend=NATIVE_BACKEND,
-        pool=CacheConfig(num_kv_blocks=64, kv_bits="8"),
-        max_num_seqs=4,
-        batch_invariant=True,
     )
     counts = []
     for _ in steps:

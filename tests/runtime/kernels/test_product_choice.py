@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama
 
+from mlx_server.config import ModelConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.kernels.gpu import product_choice
 from mlx_server.runtime.kernels.gpu.product_choice import (
@@ -428,7 +429,7 @@ def test_a_model_that_is_loaded_on_metal_gets_them(
     """After its adapters and when its weights are there, in pieces."""
     model = Model()
     monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
-    shares = list(loader.load_in_pieces("random:any", None, "float32"))
+    shares = list(loader.load_in_pieces(ModelConfig(model="random:any", dtype="float32"), None))
     assert shares[-3:] == [1.0, 1.0, 1.0]
     assert launched(loaded_on_metal, model.layers[0], (1, 8)) == ["vector", "vector"]
 
@@ -444,6 +445,6 @@ def test_an_image_encoder_keeps_mlx_s_products(loaded_on_metal: HostKernels, mon
     whole = nn.Module()
     whole.language_model, whole.vision_tower = Model(), Model()
     monkeypatch.setattr(random_models, "build", lambda name: (whole, {}))
-    list(loader.load_in_pieces("random:any", None, "float32"))
+    list(loader.load_in_pieces(ModelConfig(model="random:any", dtype="float32"), None))
     assert launched(loaded_on_metal, whole.language_model.dense, (1,)) == ["vector"]
     assert launched(loaded_on_metal, whole.vision_tower.dense, (1,)) == [None]

@@ -124,7 +124,7 @@ def test_every_architecture_has_adapters(architecture: str, tmp_path: Path) -> N
     prompts = random_prompts(LENGTHS)
     expected = wanted(folder, paths, prompts, MAX_TOKENS, ADAPTERS)
     adapters = [Adapter(name, str(path)) for name, path in paths.items()]
-    loaded = replace(exhaust(load_in_pieces("base", folder, adapters=adapters)), folder=None)
+    loaded = replace(exhaust(load_in_pieces(ModelConfig(model="base"), folder, adapters)), folder=None)
     mx.eval(loaded.model(mx.array([[1] * 9])))  # constants that are not parameters belong to the thread that makes them
     with LLM(loaded, **CROWDED) as llm:
         assert worst_error(answer(llm, prompts, MAX_TOKENS, ADAPTERS), expected) < 1e-4

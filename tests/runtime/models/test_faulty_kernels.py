@@ -12,7 +12,7 @@ import pytest
 from emulator.kernel import Emulator, text_name
 from emulator.worlds import toolchain
 
-from mlx_server.config import CacheConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import ReferenceBackend
@@ -52,11 +52,12 @@ def load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> L
         config = {**tiny_model("llama").config, **heads}
         steps = make_runner(
             LoadedModel("llama", build_random(config, 0), config, None),
+            Config(
+                model=ModelConfig(attention_backend="auto", batch_invariant=batch_invariant),
+                cache=CacheConfig(num_kv_blocks=64),
+                scheduler=SchedulerConfig(max_num_seqs=4, speculate="off"),
+            ),
             PoolRoom(1000, 10**9, 10**8),
-            backend="auto",
-            pool=CacheConfig(num_kv_blocks=64),
-            max_num_seqs=4,
-            batch_invariant=batch_invariant,
         )
         return exhaust(steps)
 

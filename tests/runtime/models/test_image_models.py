@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_server.config import CacheConfig, Config, ModelConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.vision.families import FAMILIES
 from mlx_server.outputs import NewRequestData, ScheduledChunk
@@ -45,10 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probe(loaded: LoadedModel, backend: str = "auto") -> Pieces[tuple[ModelRunner, RunnerInfo]]:
     return make_runner(
         loaded,
+        Config(
+            model=ModelConfig(attention_backend=backend),
+            cache=CacheConfig(num_kv_blocks=16),
+            scheduler=SchedulerConfig(max_num_seqs=2, speculate="off"),
+        ),
         PoolRoom(256, 2**28, 2**28),
-        backend=backend,
-        pool=CacheConfig(num_kv_blocks=16),
-        max_num_seqs=2,
     )
 
 

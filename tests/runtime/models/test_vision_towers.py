@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_server.config import CacheConfig, Config, ModelConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.cache_views import UnpageableError
@@ -111,10 +111,12 @@ def blindness(folder: Path, **loading: Any) -> str:
     runner, info = exhaust(
         make_runner(
             loaded,
+            Config(
+                model=ModelConfig(attention_backend="auto"),
+                cache=CacheConfig(num_kv_blocks=16),
+                scheduler=SchedulerConfig(max_num_seqs=2, speculate="off"),
+            ),
             PoolRoom(256, 2**28, 2**28),
-            backend="auto",
-            pool=CacheConfig(num_kv_blocks=16),
-            max_num_seqs=2,
         )
     )
     runner.close()
