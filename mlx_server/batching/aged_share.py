@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Priority, Request, RequestStatus
@@ -39,11 +38,11 @@ class AgedShare:
         HIGH    443   444   444   444   444   384   390
     """
 
-    def __init__(self, table: RequestTable, limits: SchedulerLimits) -> None:
+    def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._blocks = table.blocks
         self._waiting = table.waiting
-        self._limits = limits
+        self._limits = table.limits
         self._due = 0.0  # prompt tokens
         self._started = Counter({Priority.HIGH: SHARE})  # starts by tier since the last promotion
 

@@ -17,7 +17,6 @@ from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image, with_whole_images
-from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.step_budget import PromptBudget, RecentPrompts
 from mlx_server.config import BLOCK_SIZE
@@ -51,23 +50,17 @@ class Policy:
     again.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        limits: SchedulerLimits,
-        budget: PromptBudget,
-        is_device_shared: Callable[[], bool],
-    ) -> None:
+    def __init__(self, table: RequestTable, budget: PromptBudget, is_device_shared: Callable[[], bool]) -> None:
         self.is_held = False  # no request starts beside a running one
         self._table = table
         self._blocks = table.blocks
         self._waiting = table.waiting
-        self._limits = limits
+        self._limits = table.limits
         self._budget = budget
         self._is_device_shared = is_device_shared
         self._work, self._turn = table.waiting.work, table.waiting.turn
         self._recent, self._images = RecentPrompts(), ImageTurns(table.waiting.turn)
-        self._aged = AgedShare(table, limits)
+        self._aged = AgedShare(table)
         self._sat_out_for = math.inf  # the tier for whose prompts worse tiers sat out the last step
 
     def share_out(self, step: Step, prefilling: list[Request]) -> None:

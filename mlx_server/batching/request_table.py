@@ -23,7 +23,6 @@ from mlx_server.errors import ServeError
 from mlx_server.outputs import (
     BlockCopies,
     BlockIds,
-    EngineCounters,
     NewRequestData,
     PoolChange,
     PositionLogprobs,
@@ -120,17 +119,11 @@ class RequestTable:
     still write them.
     """
 
-    def __init__(
-        self,
-        blocks: PagedBlockManager,
-        limits: SchedulerLimits,
-        counters: EngineCounters,
-        speculation: Speculation | None = None,
-    ) -> None:
+    def __init__(self, blocks: PagedBlockManager, limits: SchedulerLimits, speculation: Speculation | None) -> None:
         self.blocks = blocks
+        self.limits = limits
+        self.counters = blocks.counters
         self.speculation = speculation
-        self._memory_wait_s = limits.memory_wait_s
-        self._counters = counters
         self.disk: DiskTier | None = None
         self.requests: dict[str, Request] = {}
         self.waiting = PriorityQueueWithAging(blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes)
@@ -200,7 +193,7 @@ class RequestTable:
         return block_ids
 
     def _count_hit(self, request: Request) -> None:
-        counters, num_cached = self._counters, request.num_computed_tokens
+        counters, num_cached = self.counters, request.num_computed_tokens
         counters.num_prefix_query_tokens += request.num_prompt_tokens
         counters.num_prefix_hit_tokens += num_cached
         counters.num_prompt_tokens_cached += num_cached
@@ -288,7 +281,7 @@ class RequestTable:
         request.num_computed_tokens = 0
         request.num_in_flight = 0
         request.num_preemptions += 1
-        by_tier = self._counters.preemptions_by_tier
+        by_tier = self.counters.preemptions_by_tier
         by_tier[request.tier] = by_tier.get(request.tier, 0) + 1
         request.was_sought_on_disk, request.num_blocks_lacked = False, 0
         if self.speculation is not None:
@@ -341,10 +334,10 @@ class RequestTable:
             self.starving_since = None
             return
         self.starving_since = step.now if self.starving_since is None else self.starving_since
-        if step.now - self.starving_since >= self._memory_wait_s:
+        if step.now - self.starving_since >= self.limits.memory_wait_s:
             self.starving_since = None
             most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
-            self.starved.append(self.fail(request, starvation(request, most_tokens, self._memory_wait_s)))
+            self.starved.append(self.fail(request, starvation(request, most_tokens, self.limits.memory_wait_s)))
 
     def take_dropped(self) -> tuple[str, ...]:
         """The requests that have stopped running since the last call: the runner must drop their state."""

@@ -81,13 +81,13 @@ class ContinuousBatchingScheduler:
         blocks.counters = self.counters  # one object for all parts of the scheduler
         self._is_async = is_async
         self._is_device_shared = is_device_shared
-        self._table = RequestTable(blocks, limits, self.counters, speculation)
+        self._table = RequestTable(blocks, limits, speculation)
         self.speculation, self._budget = speculation, PromptBudget(limits.context_doubling_tokens)
-        self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
+        self._composer = StepComposer(self._table, self._budget, is_device_shared)
         if store is not None:
             room_beside = partial(headroom, self._table.running, groups.windows)
             waiting, target_s = self._table.waiting, self._composer.policy.target_s
-            self._table.disk = DiskTier(blocks, waiting, store, self.counters, self._budget, room_beside, target_s)
+            self._table.disk = DiskTier(blocks, waiting, store, self._budget, room_beside, target_s)
         self._launch_s = 0.0  # the longest recent launch
         self._early_share = 1.0  # the smallest recent ratio of actual to expected time of a long step
         self._wake = asyncio.Event()

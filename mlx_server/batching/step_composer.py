@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import chain
 
 from mlx_server.batching.fair_order import by_holdings
-from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
 from mlx_server.batching.speculation.draft_burst import recent_tokens
@@ -14,7 +13,7 @@ from mlx_server.batching.speculation.draft_room import DraftRoom
 from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, EngineCounters, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import BlockIds, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request, RequestStatus, images_within
 
 
@@ -25,22 +24,15 @@ class StepComposer:
     requests together, as `Policy` decides.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        limits: SchedulerLimits,
-        counters: EngineCounters,
-        budget: PromptBudget,
-        is_device_shared: Callable[[], bool],
-    ) -> None:
+    def __init__(self, table: RequestTable, budget: PromptBudget, is_device_shared: Callable[[], bool]) -> None:
         self._table = table
-        self._limits = limits
-        self._counters = counters
+        self._limits = table.limits
+        self._counters = table.counters
         self._budget = budget
         self._checkpoints = table.blocks.checkpoints
-        self.policy = Policy(table, limits, budget, is_device_shared)
+        self.policy = Policy(table, budget, is_device_shared)
         speculation = table.speculation
-        self._draft_room = None if speculation is None else DraftRoom(speculation, table, limits, self.policy)
+        self._draft_room = None if speculation is None else DraftRoom(speculation, table, self.policy)
         self._last = Step(0.0)
         self._is_burst_over = False
 

@@ -13,7 +13,7 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.blocks.prefix_cache import DIGEST_BYTES
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import STATES, CopyPlace, EngineCounters
+from mlx_server.outputs import STATES, CopyPlace
 from mlx_server.request import Request
 
 MIN_PROMPT_TOKENS = 512
@@ -121,10 +121,10 @@ class DiskSaves:
     save the evicted blocks but the next ones from the beginning, until eviction from the end reaches them.
     """
 
-    def __init__(self, blocks: PagedBlockManager, store: BlockStore, counters: EngineCounters) -> None:
+    def __init__(self, blocks: PagedBlockManager, store: BlockStore) -> None:
         self.min_prompt_tokens = MIN_PROMPT_TOKENS
         self.landing: set[bytes] = set()  # digests that the next step loads
-        self._counters = counters
+        self._counters = blocks.counters
         self._blocks = blocks
         self.store = store
         self._worth: OrderedDict[bytes, _Save] = OrderedDict()  # cached contents to be saved, by digest

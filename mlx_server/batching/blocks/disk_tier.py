@@ -22,7 +22,7 @@ from mlx_server.batching.blocks.prefix_cache import SeenBlock
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import STATES, BlockCopies, CopyPlace, EngineCounters, ModelRunnerOutput
+from mlx_server.outputs import STATES, BlockCopies, CopyPlace, ModelRunnerOutput
 from mlx_server.request import Priority, Request, RequestStatus
 from mlx_server.sampling_params import SamplingParams
 
@@ -127,15 +127,14 @@ class DiskTier:
         blocks: PagedBlockManager,
         waiting: PriorityQueueWithAging,
         store: BlockStore,
-        counters: EngineCounters,
         budget: PromptBudget,
         room_beside: Callable[[], int],
         target_s: Callable[[], float],
     ) -> None:
         """`budget` knows how long computing takes. `room_beside` is how many blocks a load must leave free, `target_s`
         the target time of a step while requests decode."""
-        self.saves = DiskSaves(blocks, store, counters)
-        self._counters = counters
+        self.saves = DiskSaves(blocks, store)
+        self._counters = blocks.counters
         self._blocks = blocks
         self._waiting = waiting
         self._store = store

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mlx_server.batching.limits import MIN_SAMPLED_ROWS, SchedulerLimits
+from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
 from mlx_server.batching.speculation.draft_costs import MIN_GAIN, MIN_GAIN_BESIDE_PROMPTS, StepRoom
@@ -22,7 +22,6 @@ class DraftRoom:
 
     _speculation: Speculation
     _table: RequestTable
-    _limits: SchedulerLimits
     _policy: Policy
 
     def choose(self) -> dict[str, Drafts]:
@@ -93,7 +92,9 @@ class DraftRoom:
         """The room for drafts, given `num_known`: how many known tokens the step computes of each request that may
         draft."""
         running = self._table.running
-        may_start = self._table.has_waiting and len(running) < self._limits.max_num_seqs and not self._policy.is_held
+        may_start = (
+            self._table.has_waiting and len(running) < self._table.limits.max_num_seqs and not self._policy.is_held
+        )
         has_prompts = may_start or not all(request.output_token_ids for request in running)
         room = self._step_room(sum(num_known.values()) - len(num_known), has_prompts=has_prompts)
         if self._speculation.num_spares is None:
@@ -106,7 +107,7 @@ class DraftRoom:
         If prompts can run, they keep half of the step's tokens, and drafts only use numbers of rows that were measured:
         a step with prompts does not show what its rows take. The sampler has room for as many rows as requests may run.
         """
-        limits, num_running = self._limits, len(self._table.running)
+        limits, num_running = self._table.limits, len(self._table.running)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
         most = max(0, min(num_rows, max(limits.max_num_seqs, MIN_SAMPLED_ROWS) - num_running))
         if has_prompts:
@@ -118,7 +119,7 @@ class DraftRoom:
         """The most drafts of each request: they end before its last token, and take no block that others may need. With
         recurrent state, they also end in the block of the first token that the chunk computes. So a step ends at each
         block boundary of the request, where its state may be kept, and no more than a block is computed again."""
-        blocks, most_tokens = self._table.blocks, self._limits.max_chunk_tokens or BLOCK_SIZE
+        blocks, most_tokens = self._table.blocks, self._table.limits.max_chunk_tokens or BLOCK_SIZE
         needed = 2 * len(self._table.running) * len(blocks.groups)  # for a token and drafts of each
         next_block = BLOCK_SIZE if blocks.num_free_blocks >= needed else 0
         is_recurrent = self._speculation.num_spares is not None
