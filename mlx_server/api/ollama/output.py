@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_server.api.answers.collect import Answer, Usage, arguments_object, is_cut_off, usage_of, whole_call
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
@@ -35,12 +35,8 @@ def timestamp(seconds: float | None = None) -> str:
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-class Shown(Protocol):
-    """Makes the members of an answer, or of one line of it, that hold what the model wrote."""
-
-    def __call__(
-        self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()
-    ) -> dict[str, Any]: ...
+Shown = Callable[..., dict[str, Any]]
+"""Makes the members of an answer, or of one line of it, that hold what the model wrote, like the next function."""
 
 
 def chat_members(content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

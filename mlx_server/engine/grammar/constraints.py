@@ -13,13 +13,12 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 import llguidance
 
-from mlx_server.engine.fair_slots import ANYONE, FairSlots, Requester, Slot, in_daemon_thread, own_clock
+from mlx_server.engine.fair_slots import ANYONE, FairSlots, Requester, in_daemon_thread, own_clock, take_error
 from mlx_server.engine.grammar.endless import endless_rule
 from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, check_references, keep_bounds
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
@@ -391,7 +390,8 @@ class GrammarThreads:
             ) from None
         timed = _Timed(work)
         working = asyncio.ensure_future(in_daemon_thread(timed, stack_bytes=_STACK_BYTES))
-        working.add_done_callback(partial(_on_done, slot))
+        working.add_done_callback(take_error)
+        working.add_done_callback(lambda _: slot.release())
         await self._wait(working, timed, param)
         return working.result()
 
@@ -432,9 +432,3 @@ class _Timed(Generic[T]):
             return self._clock()
         except OSError:  # it has just ended
             return 0.0
-
-
-def _on_done(slot: Slot, working: asyncio.Future[T]) -> None:
-    slot.release()
-    if not working.cancelled():
-        working.exception()  # marks it as retrieved, or asyncio would log a warning
