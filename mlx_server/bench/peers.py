@@ -32,7 +32,6 @@ from types import MappingProxyType
 import gguf
 
 from mlx_server.bench import compare, random_folder
-from mlx_server.bench.arguments import changed_options, refuse_options
 from mlx_server.bench.serve.client import CHAT
 from mlx_server.bench.serve.command import INTRUDER, check_options
 from mlx_server.bench.tables import print_progress
@@ -79,11 +78,9 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `mlx-serve bench peers`, which are `compare`'s and two more."""
-    add = parser.add_argument
-    names = [*PEERS, LLAMA_CPP]
-    add("--peers", nargs="+", choices=names, default=names, help="servers to compare with; default: all")
-    add("--install-only", action="store_true", help="install and try them, without a comparison")
+    """Declares the options of `mlx-serve bench peers`, which are `compare`'s and one more."""
+    names, about = [*PEERS, LLAMA_CPP], "servers to compare with; default: all"
+    parser.add_argument("--peers", nargs="+", choices=names, default=names, help=about)
     compare.add_arguments(parser)
     parser.set_defaults(endpoint=CHAT, workload=list(WORKLOADS), model="random:mini")
 
@@ -91,9 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints which peers are available, then what `compare` prints. Raises `ServeError` and its kinds."""
     check_options(args, *args.workload)
-    if args.install_only:
-        given = changed_options(args, add_arguments)
-        refuse_options(given, {*vars(given)} - {"peers", "install_only", "model"}, "--install-only")
     folder = home() / "peers"
     model = model_folder(args.model, folder / "models")
     servers = [OURS]
@@ -103,10 +97,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name}: available", flush=True)
         except Unavailable as reason:
             print(f"{name}: unavailable: {reason}", flush=True)
-    if len(servers) == 1 and (args.install_only or not (args.server or args.url)):
+    if len(servers) == 1 and not (args.server or args.url):
         raise ConfigError("No peer is available to compare with; the reasons are above.")
-    if args.install_only:
-        return 0
     settings = vars(args) | {"model": str(model), "server": [*servers, *args.server]}
     return compare.run(argparse.Namespace(**settings))
 

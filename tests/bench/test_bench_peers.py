@@ -84,7 +84,7 @@ def test_a_peer_is_installed_once_and_compared(index, tmp_path, monkeypatch, cap
     assert {name: [turn["completed"] for turn in taken] for name, taken in turns.items()} == {"ours": [2], "good": [2]}
     for wheel in index.iterdir():
         wheel.unlink()
-    assert peers.run(parsed("--peers", "good", "--install-only")) == 0
+    assert peers.run(parsed(*arguments)) == 0
     assert "installing" not in capsys.readouterr().err
     with pytest.raises(Unavailable, match=r"^it wants a GPU$"):
         prepare(fake("fake-peer broken"), tmp_path / "home" / "peers" / "good")
@@ -92,11 +92,8 @@ def test_a_peer_is_installed_once_and_compared(index, tmp_path, monkeypatch, cap
 
 def test_what_cannot_be_installed_is_named_with_pips_reason(index, monkeypatch, capsys):
     monkeypatch.setattr(peers, "PEERS", {"none": fake(requirement="no-such-peer")})
-    with pytest.raises(ConfigError, match="Without effect on --install-only: --rounds, --url"):
-        peers.run(parsed("--peers", "none", "--install-only", "--url", "a=http://127.0.0.1:1", "--rounds", "3"))
-    for more in ((), ("--install-only",)):
-        with pytest.raises(ConfigError, match="No peer is available"):
-            peers.run(parsed("--peers", "none", *more))
+    with pytest.raises(ConfigError, match="No peer is available"):
+        peers.run(parsed("--peers", "none"))
     assert "none: unavailable: ERROR: No matching distribution found for no-such-peer" in capsys.readouterr().out
 
 

@@ -323,6 +323,8 @@ def _check_options(args: argparse.Namespace) -> None:
         refuse_options(given, ("kv_disk_writes_per_day", "disk_gb_per_s"), "a replay without --kv-disk")
     if not args.draft_acceptance:
         refuse_options(given, ("draft_share",), "a replay without --draft-acceptance")
+    if args.clients is not None and not any(args.clients):
+        raise ConfigError(f"--clients is {' '.join(map(str, args.clients))}; name at least one client.")
 
 
 def _kind(args: argparse.Namespace) -> str:
@@ -384,32 +386,20 @@ def _disk(args: argparse.Namespace) -> DiskCost | None:
 
 
 def _replay(simulation: Simulation, arrivals: Sequence[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
+    """A flood lasts from the beginning to the last arrival."""
     if args.clients is not None:
-        metrics = _run_closed(simulation, args)
+        loop = ClosedLoop(Traffic(_mix(args), args.seed), dict(zip(Priority, args.clients)), args.num_requests)
+        metrics = simulation.run(loop.first(), loop.next_of)
     elif args.flood:
-        metrics = _run_flooded(simulation, arrivals, args)
+        traffic = Traffic(_mix(args), args.seed + 1, first_id=2**40)
+        until_s = max((traced.arrival_s for traced in arrivals), default=0.0)
+        flood = Flood(traffic, Priority.NORMAL, args.flood, until_s)
+        metrics = simulation.run([*flood.first(), *arrivals], flood.next_of)
     else:
         metrics = simulation.run(arrivals)
     if simulation.explanation:
         print("\n".join(simulation.explanation), end="\n\n")
     return metrics
-
-
-def _run_closed(simulation: Simulation, args: argparse.Namespace) -> SimulationMetrics:
-    if not any(args.clients):
-        raise ConfigError(f"--clients is {' '.join(map(str, args.clients))}; name at least one client.")
-    loop = ClosedLoop(Traffic(_mix(args), args.seed), dict(zip(Priority, args.clients)), args.num_requests)
-    return simulation.run(loop.first(), loop.next_of)
-
-
-def _run_flooded(
-    simulation: Simulation, arrivals: Sequence[TracedRequest], args: argparse.Namespace
-) -> SimulationMetrics:
-    """The flood lasts from the beginning to the last arrival."""
-    until_s = max((traced.arrival_s for traced in arrivals), default=0.0)
-    traffic = Traffic(_mix(args), args.seed + 1, first_id=2**40)
-    flood = Flood(traffic, Priority.NORMAL, args.flood, until_s)
-    return simulation.run([*flood.first(), *arrivals], flood.next_of)
 
 
 def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
