@@ -121,6 +121,7 @@ def _model(model: PooledModel) -> dict[str, Any]:
         "load_progress": model.load_progress,
         "preparing": read_preparation(model.spec.root),
         "pinned": model.spec.is_pinned,
+        "adapters": list(model.spec.names.adapters),
     }
     if engine is not None and engine.state.is_loaded:
         reading |= {

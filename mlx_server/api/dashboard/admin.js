@@ -1,9 +1,9 @@
-// For admins: pulling, loading and unloading models; keys and tiers with their usage.
+// For admins: pulling, loading and unloading models and their adapters; keys and tiers with their usage.
 
-import { $, ask, bytes, duration, number, rows } from "./common.js";
+import { $, bytes, duration, number, rows, send } from "./common.js";
 
 const LOADED = ["loading", "ready", "draining", "dead"];
-const pending = new Set(); // names of models with an unanswered request of this page
+const pending = new Set(); // names of models and adapters with an unanswered request of this page
 let shown = "";
 
 // --- models -------------------------------------------------------------------------------------------------
@@ -20,10 +20,10 @@ export function showModels(snapshot, offers) {
   if (text === shown) return; // so that the focus stays
   shown = text;
   const focused = document.activeElement?.dataset?.model;
-  rows("models", models.map((model) => [
+  rows("models", models.flatMap((model) => [[
     model.name, stateOf(model), bytes(model.stats?.memory_bytes), number(model.stats?.num_running),
-    number(model.stats?.num_waiting), buttonOf(model),
-  ]));
+    number(model.stats?.num_waiting), modelButton(model),
+  ], ...(model.adapters ?? []).map((adapter) => adapterRow(`${model.name}:${adapter}`))]));
   rows("pulls", (snapshot.pulls ?? []).map((pull) => [pull.model, progress(pull)]));
   $("pulls-table").hidden = !snapshot.pulls?.length;
   if (focused) document.querySelector(`#models button[data-model="${CSS.escape(focused)}"]`)?.focus();
@@ -55,29 +55,40 @@ function bar(value, max) {
   return made;
 }
 
-function buttonOf({ name, state }) {
+function modelButton({ name, state }) {
   const verb = LOADED.includes(state) ? "unload" : "load";
+  return buttonOf(verb === "load" ? "Load" : "Unload", name, `admin/models/${verb}`, { model: name });
+}
+
+const adapterRow = (name) =>
+  [name, "adapter", "", "", "", buttonOf("Unload", name, "v1/unload_lora_adapter", { lora_name: name })];
+
+function buttonOf(text, name, path, body) {
   const button = document.createElement("button");
   button.type = "button";
-  button.textContent = verb === "load" ? "Load" : "Unload";
+  button.textContent = text;
   button.dataset.model = name;
   button.disabled = pending.has(name);
   button.setAttribute("aria-label", `${button.textContent} ${name}`);
-  button.addEventListener("click", () => act(verb, name));
+  button.addEventListener("click", () => act(name, path, body));
   return button;
 }
 
-async function act(verb, model) {
-  pending.add(model);
+// Returns whether it was done.
+async function act(name, path, body, done = "") {
+  pending.add(name);
   $("models-note").textContent = "";
   try {
-    await ask(`admin/models/${verb}`, { model });
-    if (verb === "pull") $("models-note").textContent = `${model} is here.`;
+    await send(path, body);
+    $("models-note").textContent = done;
     dispatchEvent(new Event("models-changed"));
+    return true;
   } catch (error) {
     $("models-note").textContent = error.message;
+    return false;
+  } finally {
+    pending.delete(name);
   }
-  pending.delete(model);
 }
 
 $("pull").addEventListener("submit", (event) => {
@@ -85,7 +96,17 @@ $("pull").addEventListener("submit", (event) => {
   const name = $("pull-name").value.trim();
   if (!name || pending.has(name)) return;
   $("pull-name").value = "";
-  act("pull", name);
+  act(name, "admin/models/pull", { model: name }, `${name} is here.`);
+});
+
+$("adapter").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const [name, path] = ["adapter-name", "adapter-path"].map((id) => $(id).value.trim());
+  if (!name || !path || pending.has(name)) return;
+  const body = { lora_name: name, lora_path: path, load_inplace: $("adapter-replaces").checked };
+  $("adapter-load").disabled = true;
+  if (await act(name, "v1/load_lora_adapter", body, `${name} is here.`)) event.target.reset();
+  $("adapter-load").disabled = false;
 });
 
 // --- keys and tiers -----------------------------------------------------------------------------------------

@@ -29,13 +29,14 @@ export function askForKey(reason) {
 
 // --- requests -----------------------------------------------------------------------------------------------
 
-// A JSON answer; throws the message of the server's error.
-export async function ask(path, body) {
+// The answer; throws the message of the server's error.
+export async function send(path, body) {
   const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const response = await fetch(path, { ...options, headers: { "content-type": "application/json", ...headers() } });
   if (!response.ok) throw new Error(await reasonOf(response));
-  return response.json();
+  return response;
 }
+export const ask = async (path, body) => (await send(path, body)).json();
 
 // Server-sent events over fetch, since EventSource cannot send a key.
 export async function* events(response) {

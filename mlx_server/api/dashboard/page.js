@@ -74,12 +74,12 @@ const lastOf = (line) => line.findLast((value) => value !== null) ?? null;
 // --- showing a snapshot -------------------------------------------------------------------------------------
 
 let newest = null;
-let known = ""; // the models and their states
+let known = ""; // the models, their states and adapters
 
 function show(snapshot) {
   newest = snapshot;
   for (const model of snapshot.models) if (model.stats) advance({ name: model.name, ...model.stats }, snapshot.time_s);
-  const states = snapshot.models.map((model) => `${model.name} ${model.state}`).join("\n");
+  const states = snapshot.models.map((model) => `${model.name} ${model.state} ${model.adapters}`).join("\n");
   if (states !== known) listOffers();
   known = states;
   showModels(snapshot, offers);

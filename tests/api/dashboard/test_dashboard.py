@@ -266,10 +266,11 @@ async def test_a_keyboard_is_enough(served: Site) -> None:
     async with asyncio.timeout(30), browser(served.url) as page:
         await page.until("document.getElementById('connection')?.textContent === 'live'")
         seen = []
-        for _ in range(16):
+        for _ in range(20):
             await page.press("Tab")
             seen.append(await page.evaluate(focused))
         models = ["scroll", "BUTTON", "pull-name", "BUTTON"]
+        models += ["adapter-name", "adapter-path", "adapter-replaces", "adapter-load"]
         chat = ["chats", "new-chat", "SUMMARY", "log", "message", "send"]
         assert seen == ["skip", "model", "scroll", "scroll", *models, *chat, "BODY", "skip"]
         await page.press("/")

@@ -23,6 +23,7 @@ from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import build_pool
 from mlx_server.runtime.models.progress import shown
 from mlx_server.tiers import Tier, default_tiers
+from tests.adapter_files import write_adapter, write_model
 from tests.api.fakes import say
 from tests.api.worlds import Site, World, until
 from tests.browser import EXECUTABLE, Page, browser
@@ -281,6 +282,13 @@ async def test_images_are_sent_where_the_model_sees(world: World, guest: Page, t
     assert await guest.evaluate("document.querySelector('.turn.user img').naturalWidth > 0")
 
 
+async def press(page: Page, name: str) -> None:
+    """The button of a model or adapter, once what it did before has been answered."""
+    button = f"document.querySelector('#models button[data-model=\"{name}\"]')"
+    await page.until(f"{button}.disabled === false")
+    await page.evaluate(f"{button}.click()")
+
+
 @pytest.mark.slow
 async def test_admins_load_unload_and_fetch_models(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = {"attention_backend": "reference"}
@@ -299,14 +307,13 @@ async def test_admins_load_unload_and_fetch_models(site: Site, monkeypatch: pyte
 
     monkeypatch.setattr(store, "resolve_model", fetch)
     state = "document.querySelector('#models tr:nth-child({}) td:nth-child(2)')?.textContent"
-    press = "document.querySelector('#models button[data-model={}]').click()"
     try:
         async with asyncio.timeout(60), browser(site.url) as page:
             await page.until(f"{state.format(2)} === 'unloaded'")
-            await page.evaluate(press.format("two"))
+            await press(page, "two")
             await page.until(f"{state.format(2)} === 'ready'")
             assert await page.evaluate(state.format(1)) == "unloaded"
-            await page.evaluate(press.format("two"))
+            await press(page, "two")
             await page.until(f"{state.format(2)} === 'unloaded'")
             await submit(page, "pull", "pull-name", "owner/new")
             status = "document.getElementById('pulls').textContent"
@@ -322,6 +329,38 @@ async def test_admins_load_unload_and_fetch_models(site: Site, monkeypatch: pyte
     finally:
         release.set()
         await pool.stop(0)
+
+
+@pytest.mark.slow
+async def test_admins_load_and_unload_adapters(site: Site, tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    own = write_adapter(base, tmp_path / "own", seed=1)
+    entries = (ModelEntry(id="one", model="random:mini"), ModelEntry(id="two", model=str(base)))
+    settings = Config(models=entries, cache=CacheConfig(num_kv_blocks=40))
+    pool = build_pool(settings)
+    await pool.start()
+    site.serve(pool, settings)
+    rows = "[...document.querySelectorAll('#models tr')].map((row) => row.cells[0].textContent).join()"
+    note = "document.getElementById('models-note').textContent"
+    form = "{ const field = (name) => document.getElementById(`adapter-${name}`);"
+    submit_adapter = form + "field('name').value = '%s'; field('path').value = '%s'; field('replaces').checked = %s;"
+    submit_adapter += "document.getElementById('adapter').requestSubmit(); }"
+    async with asyncio.timeout(60), browser(site.url) as page:
+        await page.until(f"{rows} === 'one,two'")
+        await page.evaluate(submit_adapter % ("two:mine", own, "false"))
+        await page.until(f"{note} === 'two:mine is here.' && {rows} === 'one,two,two:mine'")
+        assert await page.evaluate(form + "field('name').value + field('path').value; }") == ""
+        await page.until("[...document.getElementById('model').options].some((one) => one.value === 'two:mine')")
+        await page.evaluate(submit_adapter % ("two:mine", own, "false"))
+        await page.until(f"{note}.startsWith('The adapter two:mine is loaded already')")
+        assert await page.evaluate(form + "field('name').value; }") == "two:mine"
+        await page.evaluate(submit_adapter % ("two:mine", own, "true"))
+        await page.until(f"{note} === 'two:mine is here.'")
+        await press(page, "two:mine")
+        await page.until(f"{rows} === 'one,two'")
+        assert [offer.name for offer in await pool.offered()] == ["one", "two"]
+        assert page.errors == []
+    await pool.stop(0)
 
 
 async def test_admins_see_keys_and_tiers_with_their_use(site: Site, tmp_path: Path) -> None:
