@@ -19,7 +19,8 @@ from mlx_server.api.openai.responses.store import Item
 from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
 from mlx_server.errors import InvalidRequestError
 
-ROLES = ("user", "assistant", "system", "developer")
+_INSTRUCTING = ("system", "developer")
+ROLES = ("user", "assistant", *_INSTRUCTING)
 _PART_FIELDS = ("type", "text", "refusal")
 _IMAGE_FIELDS = ("image_url", "detail")
 
@@ -62,11 +63,28 @@ def with_own_ids(items: Iterable[Item], taken: Iterable[str]) -> Iterator[Item]:
     seen = set(taken)
     for item in items:
         if item["id"] in seen:
-            kind = KINDS.get(item["type"], _UNREAD)
-            called = {"call_id": _call_id(item)} if "call_id" in kind.fields else {}
-            item = {**item, **called, "id": _fresh_id(kind)}
+            called = {"call_id": _call_id(item)} if _is_of_call(item) else {}
+            item = {**item, **called, "id": _fresh_id(KINDS.get(item["type"], _UNREAD))}
         seen.add(item["id"])
         yield item
+
+
+def cut_points(items: Sequence[Item]) -> list[int]:
+    """The numbers of normalised items at the beginning that can be left out without separating a call from its output.
+    The last item stays."""
+    call_ids = [_call_id(item) if _is_of_call(item) else None for item in items]
+    last = {call_id: index for index, call_id in enumerate(call_ids) if call_id is not None}
+    cuts, open_until = list[int](), 0
+    for index, call_id in enumerate(call_ids[:-1]):
+        open_until = max(open_until, index if call_id is None else last[call_id])
+        if open_until == index:
+            cuts.append(index + 1)
+    return cuts
+
+
+def without_oldest(items: Sequence[Item], num: int) -> list[Item]:
+    """The items without the first `num`; of these, instructions stay."""
+    return [*(item for item in items[: max(0, num)] if item.get("role") in _INSTRUCTING), *items[max(0, num) :]]
 
 
 def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:
@@ -187,6 +205,11 @@ def _own_call(name: str, field: str) -> Reader:
 
 def _read_own_output(turns: Turns, item: Item, where: str) -> None:
     turns.result(_call_id(item), _as_text(item.get("output") or ""))
+
+
+def _is_of_call(item: Item) -> bool:
+    """Whether it is a call or the output of one."""
+    return "call_id" in KINDS.get(item["type"], _UNREAD).fields
 
 
 def _call_id(item: Item) -> str:

@@ -168,7 +168,7 @@ def _members(model: str, request: ResponsesRequest, sampling: SamplingParams) ->
         "temperature": sampling.temperature,
         "top_logprobs": 0,
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None,
     }
 

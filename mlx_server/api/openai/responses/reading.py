@@ -3,6 +3,7 @@ to."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated
@@ -13,11 +14,18 @@ from mlx_server.api.answers.chat_plan import ChatCall
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES, MAX_MESSAGES
-from mlx_server.api.openai.responses.items import normalise_input, referenced_ids, with_own_ids
+from mlx_server.api.openai.exchange import Exchange
+from mlx_server.api.openai.responses.items import (
+    cut_points,
+    normalise_input,
+    referenced_ids,
+    with_own_ids,
+    without_oldest,
+)
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, KeptRecords, Record, total_bytes
 from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.errors import InvalidRequestError
+from mlx_server.errors import ContextLengthError, InvalidRequestError
 
 
 class Stores:
@@ -62,14 +70,19 @@ class NewItems:
 
 class Reading:
     """A response's input, with the earlier items that it continues or refers to. `call` reads it, in the thread that
-    plans the chat, and sets `echo` and `new_items`."""
+    plans the chat, and sets `echo`, `new_items` and `cuts`. The prompt has not the oldest `num_left_out` items, one of
+    `cuts`."""
 
     def __init__(self, body: ResponsesRequest, earlier: KeptItems, referenced: Mapping[str, KeptItem]) -> None:
         self.earlier = earlier
         self.new_items = KeptItems()
         self.echo = b""
+        self.cuts: list[int] = []
+        self.num_left_out = 0
         self._body = body
         self._referenced = referenced
+        self._items: list[Item] | None = None
+        self._earlier_items: list[Item] = []
 
     @classmethod
     async def open(cls, body: ResponsesRequest, stores: Stores) -> Reading:
@@ -88,13 +101,48 @@ class Reading:
 
     def call(self, images: ImageParts | None) -> ChatCall:
         """Raises `InvalidRequestError`."""
+        if self._items is None:
+            self._items = self._read(keeps_images=images is not None)
+        num, num_earlier = self.num_left_out, len(self._earlier_items)
+        items = without_oldest(self._items, num - num_earlier)
+        return self._body.call(images, items, without_oldest(self._earlier_items, num))
+
+    def _read(self, *, keeps_images: bool) -> list[Item]:
         body = self._body
         self.echo = body.echo()
-        new = NewItems(body.input, self._referenced, "input", keeps_images=images is not None)
-        call = body.call(images, new.items, [item.read() for item in self.earlier.items])
+        new = NewItems(body.input, self._referenced, "input", keeps_images=keeps_images)
+        self._earlier_items = [item.read() for item in self.earlier.items]
+        self.cuts = cut_points([*self._earlier_items, *new.items])
         if body.store is not False or body.conversation is not None:
             self.new_items = new.kept(self.earlier)
-        return call
+        return new.items
+
+
+async def cut_to_fit(exchange: Exchange, reading: Reading) -> None:
+    """Leaves out as few of the oldest items as makes the prompt fit the context that the caller may use. If it is any,
+    an eighth of the context is free for the answer, or `max_output_tokens` if they are less. Raises what
+    `Exchange.plan` raises, except `ContextLengthError`."""
+    limit = min(exchange.engine.max_model_len, exchange.caller.tier.max_context_tokens or sys.maxsize)
+    room = min(exchange.body.output_limit or limit, max(1, limit // 8))
+
+    async def fits(num_left_out: int, num_kept_free: int) -> bool:
+        reading.num_left_out = num_left_out
+        try:
+            prompt = await exchange.context.chats.render(exchange.engine, reading.call, exchange.turn)
+        except ContextLengthError:
+            return False
+        return len(prompt.token_ids) + num_kept_free <= limit
+
+    if await fits(0, 1) or not reading.cuts:
+        return
+    fewest, most = 0, len(reading.cuts) - 1
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if await fits(reading.cuts[middle], room):
+            most = middle
+        else:
+            fewest = middle + 1
+    reading.num_left_out = reading.cuts[fewest]
 
 
 async def _earlier(body: ResponsesRequest, stores: Stores) -> KeptItems:

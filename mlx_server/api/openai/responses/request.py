@@ -104,8 +104,8 @@ class ResponsesRequest(OneAnswerOfText):
 
     background: Annotated[Any, Refused((False,))] = None
     prompt: Annotated[Any, Refused()] = None
-    truncation: Annotated[Any, Refused(("disabled",), "no items are dropped, set it to disabled")] = None
     top_logprobs: Annotated[Any, Refused((0,))] = None
+    truncation: Literal["auto", "disabled"] | None = None
     include: Strings | None = None
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.output import ResponseWriter
 from mlx_server.api.openai.responses.pages import Page, as_json
-from mlx_server.api.openai.responses.reading import Kept, Reading, check_room
+from mlx_server.api.openai.responses.reading import Kept, Reading, check_room, cut_to_fit
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 
@@ -28,6 +28,8 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     """A response, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     reading = await Reading.open(body, stores)
+    if body.truncation == "auto":
+        await cut_to_fit(exchange, reading)
     plan = await exchange.plan(reading.call)
     if body.conversation is not None:
         check_room(reading.earlier + reading.new_items, stores.conversations.max_bytes, "conversation")
@@ -41,6 +43,8 @@ async def count_input_tokens(
     """How many tokens a response's prompt has, without generating."""
     exchange = await open_exchange(body, request, context, generates=False)
     reading = await Reading.open(body, stores)
+    if body.truncation == "auto":
+        await cut_to_fit(exchange, reading)
     prompt = await exchange.render(reading.call)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 

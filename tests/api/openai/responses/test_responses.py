@@ -366,7 +366,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"conversation": "c"}, 404, None),
     ({"conversation": {"id": "c"}}, 404, None),
     ({"conversation": "c", "previous_response_id": "r"}, 400, "conversation"),
-    ({"truncation": "auto"}, 400, "truncation"),
+    ({"truncation": "middle"}, 400, "truncation"),
     ({"include": ["message.output_text.logprobs"]}, 400, "include"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
     ({"max_output_tokens": 0}, 400, "max_output_tokens"),
