@@ -74,6 +74,10 @@ SAID = {
         "<start_of_turn>user\nLook:\n\n<start_of_image>#0#<end_of_image>\n\nand\n\n<start_of_image>#1#<end_of_image>"
         "\n\n<end_of_turn>\n<start_of_turn>model\n"
     ),
+    "gemma3n": (
+        "<start_of_turn>user\nLook:\n\n<start_of_image>#0#\n\nand\n\n<start_of_image>#1#\n\n<end_of_turn>\n"
+        "<start_of_turn>model\n"
+    ),
     "smolvlm": (
         "<|im_start|>User: Look:@<row_1_col_1>#0#@<row_1_col_2>#?#\n@<row_2_col_1>#?#@<row_2_col_2>#?#\n\n"
         "@<global-img>#?#@ and @<row_1_col_1>#1#@<row_1_col_2>#?#\n@<row_2_col_1>#?#@<row_2_col_2>#?#\n\n"
