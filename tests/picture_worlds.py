@@ -168,6 +168,13 @@ GEMMA_3N = VisionFolder(
     ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image|>"),
     GEMMA_TEMPLATE.replace("<start_of_image>", "<image_soft_token>"),
 )
+DEEPSEEK_OCR = VisionFolder(
+    {"model_type": "deepseekocr", "vision_config": {"model_type": "vision"}},
+    {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "candidate_resolutions": [[1024, 1024]], "patch_size": 16},
+    "<image>",
+    ("<|grounding|>",),
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+)
 FOLDERS = {
     "qwen": QWEN,
     "gemma": GEMMA,
@@ -179,6 +186,7 @@ FOLDERS = {
     "lfm2": LFM_2,
     "internvl": INTERN_VL,
     "gemma3n": GEMMA_3N,
+    "deepseekocr": DEEPSEEK_OCR,
 }
 
 

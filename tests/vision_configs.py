@@ -389,3 +389,37 @@ CONFIGS["gemma3n"] = {
     "audio_config": {"hidden_size": 32, "vocab_size": 8, "vocab_offset": 307, "conf_num_hidden_layers": 1},
 }
 """Its tower is that of `tests.vision_worlds`: mlx-vlm knows one of 300 million weights."""
+
+_OCR = {
+    "image_token_index": IMAGE,
+    "language_config": {
+        **_TEXT,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "qk_nope_head_dim": 0,
+        "topk_method": "greedy",
+    },
+    "vocab_size": 320,
+    "projector_config": {"projector_type": "linear", "input_dim": 64, "n_embed": 64},
+}
+CONFIGS["deepseekocr"] = {
+    **_OCR,
+    "vision_config": {
+        "model_type": "vision",
+        "layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "image_size": 56,
+    },
+}
+DEEPSEEK_OCR_2 = {
+    **_OCR,
+    "projector_config": {"projector_type": "linear", "input_dim": 32, "n_embed": 64},
+    "vision_config": {"model_type": "vision", "width": {"qwen2-0-5b": {"dim": 32}}},
+}
+"""Not among the others, because its encoder takes no small images. The towers are those of `tests.vision_worlds`."""

@@ -47,9 +47,26 @@ def _shrink_mobilenet() -> None:
     tower.MobileNetV5MultiScaleFusionAdapter = lambda **_: adapter(in_chs=[96], out_chs=32, output_resolution=(2, 2))
 
 
+def _shrink_sam(model_type: str) -> None:
+    """DeepSeek-OCR's towers have no sizes in its configuration, either."""
+    module = vlm_module(f"models.{model_type}.{model_type}")
+    sizes = {"image_size": 128, "width": 16, "layers": 2, "heads": 2, "global_attn_indexes": (1,)}
+    original = vlm_module("models.deepseekocr.config").SAMViTConfig
+    module.SAMViTConfig = lambda: original(**sizes)
+    encoder = vlm_module("models.deepseekocr.sam").SAMEncoder
+    module.SAMEncoder = lambda **more: encoder(**{**more, "final_out_chans": 32})
+    if model_type == "deepseekocr_2":
+        vision = vlm_module("models.deepseekocr_2.vision")
+        made = vlm_module("models.deepseekocr_2.config").Qwen2EncoderConfig
+        small = {"layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 64}
+        vision.Qwen2EncoderConfig = lambda **more: made(**{**more, **small})
+
+
 def build_tiny(config: dict[str, Any]) -> Any:
     if config["model_type"] == "gemma3n":
         _shrink_mobilenet()
+    if config["model_type"].startswith("deepseekocr"):
+        _shrink_sam(config["model_type"])
     model = build_random(config, 7, sees=True)
     if config["model_type"] == "gemma3":  # whose loader gives the head the embeddings' weights: small, or it says again
         text = model.language_model
@@ -107,6 +124,11 @@ def picture(model_type: str, seed: int) -> PromptImage:
     elif model_type == "gemma3":
         size, num_tokens = vision["image_size"], CONFIGS[model_type]["mm_tokens_per_image"]
         inputs = {"pixel_values": rng.standard_normal((1, 3, size, size), dtype=np.float32)}
+    elif model_type == "deepseekocr":  # two tiles, or the whole image
+        columns, side = 1 + seed % 2, 128 - 64 * (seed % 2)
+        num_tokens = 3 if seed % 2 else 2 * 3 + 1
+        pixels = rng.standard_normal((columns, 3, side, side), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "images_spatial_crop": np.array([[columns, 1]])}
     elif model_type == "gemma3n":
         num_tokens, inputs = 5, {"pixel_values": rng.standard_normal((1, 3, 64, 64), dtype=np.float32)}
     elif model_type.startswith("gemma4"):
@@ -177,6 +199,8 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     model = vlm.plain
     if vlm.config.model_type == "gemma3n":
         return _greedy_without_caches(model, ids, images, num_tokens)
+    if vlm.config.model_type == "deepseekocr":
+        return _stitched_greedy(model, ids, images, num_tokens)
     if vlm.config.model_type == "gemma3":
         return _dense_greedy(model, ids, images, num_tokens)
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
@@ -201,6 +225,36 @@ def _greedy_without_caches(model: Any, ids: Sequence[int], images: Sequence[Prom
     while len(tokens) < num_tokens:
         tokens.append(int(mx.argmax(model(mx.array([[*ids, *tokens]]), pixels).logits[0, -1]).item()))
     return tokens
+
+
+def _stitched_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImage], num_tokens: int) -> list[int]:
+    """For models whose code in mlx-vlm takes one image of a prompt, with all of its tiles."""
+    embeddings = model.language_model.model.embed_tokens(mx.array([ids]))
+    for image in images:
+        embeddings[0, image.start : image.end] = embedded_alone(model, image)
+    caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
+    logits = model.language_model(mx.array([ids]), inputs_embeds=embeddings, cache=caches).logits[0, -1]
+    tokens = [int(mx.argmax(logits).item())]
+    while len(tokens) < num_tokens:
+        logits = model.language_model(mx.array([tokens[-1:]]), cache=caches).logits[0, -1]
+        tokens.append(int(mx.argmax(logits).item()))
+    return tokens
+
+
+def embedded_alone(model: Any, image: PromptImage) -> mx.array:
+    """The embeddings `[n, D]` of a piece of an image by mlx-vlm's own code, which puts tiles before the whole image."""
+    pixels, grid = mx.array(image.inputs["pixel_values"]), mx.array(image.inputs["images_spatial_crop"])
+    side, is_first = pixels.shape[-1], model.config.model_type == "deepseekocr"
+    is_whole = side == (128 if is_first else 1024)
+    whole = pixels if is_whole else mx.ones((1, 3, 128, 128) if is_first else (1, 3, 1024, 1024))
+    count = image.num_tokens + (0 if is_whole else 7 if is_first else 257)
+    made = model.get_input_embeddings(
+        mx.full((1, count), IMAGE),
+        [mx.zeros((1, 3, side, side)) if is_whole else pixels, whole],
+        images_spatial_crop=grid,
+        images_seq_mask=mx.ones((1, count), mx.bool_),
+    ).inputs_embeds
+    return made[0, : image.num_tokens]
 
 
 def _dense_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImage], num_tokens: int) -> list[int]:

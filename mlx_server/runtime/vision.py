@@ -93,7 +93,8 @@ class ReadsImages(nn.Module, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def plain(self) -> Any:
-        """mlx-vlm's own model with the same weights, to compare with; None if there is none that is right."""
+        """mlx-vlm's own model with the same weights, to compare with; None if there is none that is right, or whose
+        call takes images as they are here."""
 
 
 def mrope_positions(images: Sequence[PromptImage], num_tokens: int, merge: int) -> IntArray:

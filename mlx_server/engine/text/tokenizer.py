@@ -149,6 +149,9 @@ class Tokenizer:
             ) from error
         if hf.chat_template is None:
             hf.chat_template = _processors_template(folder)
+        is_ocr = str(read_model_json(folder / "config.json").get("model_type")).startswith("deepseekocr")
+        if is_ocr and "bos_token" not in (hf.chat_template or ""):
+            hf.chat_template = _DEEPSEEK_OCR
         return cls(hf, eos_token_ids)
 
     @property
@@ -238,6 +241,10 @@ def _plain_backend(hf: Any) -> Any | None:
         if getattr(type(hf), name) is not getattr(PreTrainedTokenizerFast, name):
             return None
     return hf.backend_tokenizer
+
+
+_DEEPSEEK_OCR = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Its makers publish none, and mlx-vlm's conversions have one without the first token."""
 
 
 def _processors_template(folder: Path) -> str | None:

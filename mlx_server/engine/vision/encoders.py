@@ -28,8 +28,8 @@ def encoder_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def square_side(config: Mapping[str, Any]) -> int:
     """The side in pixels of the squares to which a family scales every image or tile; 0 if it is not known."""
-    if config.get("model_type") == "gemma3n":
-        return 768
+    if side := _SIDES.get(str(config.get("model_type"))):
+        return side
     size = config.get("force_image_size") or config["vision_config"].get("image_size") or 0
     return int(size[0] if isinstance(size, Sequence) else size)
 
@@ -56,7 +56,11 @@ def _max_view_pixels(settings: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return int(max(settings.get("tile_size", 512) ** 2, settings.get("max_image_tokens", 256) * side**2))
 
 
-_SQUARES = ("gemma3", "gemma3n", "idefics3", "smolvlm", "internvl", "internvl_chat")
+_SAM = {"patch_size": 16, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+
+_SQUARES = ("deepseekocr", "deepseekocr_2", "gemma3", "gemma3n", "idefics3", "smolvlm", "internvl", "internvl_chat")
+
+_SIDES: Mapping[str, int] = {"gemma3n": 768, "deepseekocr": 1024, "deepseekocr_2": 1024}
 
 _MOST_PIXELS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], int]] = {
     "gemma4": _max_soft_pixels,
@@ -67,5 +71,9 @@ _MOST_PIXELS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], int]
 }
 """By the processor's settings and config.json, where more than `--max-image-pixels` bounds them."""
 
-_SIZES: Mapping[str, Mapping[str, Any]] = {"gemma3n": {"elements_for_a_pixel": 600}}
+_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "gemma3n": {"elements_for_a_pixel": 600},
+    "deepseekocr": _SAM,
+    "deepseekocr_2": _SAM,
+}
 """`elements_for_a_pixel` is for encoders of convolutions: the most numbers at a time, as measured on a CPU."""

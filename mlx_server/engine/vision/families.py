@@ -134,6 +134,33 @@ class _KimiProcessor:
         return {"pixel_values": patches, "image_grid_hws": np.array([[height, width]])}
 
 
+class _DeepSeekOcrProcessor:
+    """DeepSeek-OCR's: the whole image on a gray square, and rows of tiles if it is large; of DeepSeek-OCR-2, always.
+    Which tiles is decided by mlx-vlm."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.is_second = config["model_type"] == "deepseekocr_2"
+        settings = _needed_settings(folder)
+        self._mean, self._std = (
+            np.array(settings.get(name, [0.5] * 3), np.float32) for name in ("image_mean", "image_std")
+        )
+        self._split = vlm_module(f"models.{config['model_type']}.processing_deepseekocr").dynamic_preprocess
+
+    def __call__(self, image: Any, return_tensors: str) -> dict[str, Any]:
+        from PIL import ImageOps
+
+        side, tiles, grid = 768 if self.is_second else 640, [], (1, 1)
+        if self.is_second or max(image.size) > side:
+            fewest, most = (1, 6) if self.is_second else (2, 9)
+            tiles, grid = self._split(image, min_num=fewest, max_num=most, image_size=side)
+        gray = tuple(int(value * 255) for value in self._mean)
+        whole = ImageOps.pad(image, (1024, 1024), color=gray)
+        return {"tiles": [self._scaled(tile) for tile in tiles], "whole": self._scaled(whole), "grid": grid}
+
+    def _scaled(self, view: Any) -> Any:
+        return ((np.asarray(view, np.float32) / 255 - self._mean) / self._std).transpose(2, 0, 1)
+
+
 def piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
     """The digest covers all arrays with their names, types and shapes."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -215,6 +242,21 @@ def _lay_out_views(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
         words.append(f"<|img_row_{row // num_columns + 1}_col_{row % num_columns + 1}|>" if is_tile else _THUMBNAIL)
     shown = "".join(f"{word * (len(words) > 1)}{model.image_token}" for word in words)
     return PreparedImage(f"<|image_start|>{shown}<|image_end|>", tuple(pieces))
+
+
+def _lay_out_ended_views(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """DeepSeek-OCR: all tiles as one piece, with a token behind each row, or as pieces of their own (the second). Then
+    the whole image, likewise, with a token behind it."""
+    is_second, tiles, grid = model.processor.is_second, arrays["tiles"], arrays["grid"]
+    groups = [[tile] for tile in tiles] if is_second or not tiles else [tiles]
+    pieces: list[ImagePiece] = []
+    for views in [*groups, [arrays["whole"]]]:
+        side = views[0].shape[1] // 64
+        columns, rows = grid if len(views) > 1 else (1, 1)
+        num_tokens = (columns * side + (not is_second)) * rows * side + (len(pieces) == len(groups))
+        inputs = {"pixel_values": np.stack(views), "images_spatial_crop": np.array([[columns, rows]], np.int32)}
+        pieces.append(piece([model.image_token_id] * num_tokens, inputs))
+    return PreparedImage(model.image_token * len(pieces), tuple(pieces))
 
 
 _THUMBNAIL = "<|img_thumbnail|>"
@@ -330,6 +372,7 @@ _INTERN_VL = Family(
 )
 _LFM_2 = Family(_lay_out_views, load_processor=_lfm_2_processor)
 _IDEFICS_3 = Family(_lay_out_tiles, options=lambda model, max_pixels: {"return_row_col_info": True})
+_DEEPSEEK_OCR = Family(_lay_out_ended_views, load_processor=_DeepSeekOcrProcessor)
 _PIXTRAL = Family(_lay_out_rows, options=_rows_unit)
 
 FAMILIES: Mapping[str, Family] = {
@@ -358,6 +401,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3n": Family(_lay_out_ended_square),
     "gemma4": _GEMMA_4,
     "gemma4_unified": replace(_GEMMA_4, lay_out=_lay_out_merged),
+    "deepseekocr": _DEEPSEEK_OCR,
+    "deepseekocr_2": _DEEPSEEK_OCR,
     "idefics3": _IDEFICS_3,
     "smolvlm": _IDEFICS_3,
     "pixtral": _PIXTRAL,

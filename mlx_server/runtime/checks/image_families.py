@@ -155,6 +155,30 @@ def _placeholders_by_ended_square(config: Any, inputs: Mapping[str, Any], is_ima
     return int(config.vision_soft_tokens_per_image) + 1
 
 
+def _by_view_with_ends(config: Any, rng: np.random.Generator) -> Sample:
+    """For models with a token behind the whole image, and some behind each row: the smallest image that they take."""
+    side = 1024 if config.model_type == "deepseekocr_2" else 64
+    pixels = rng.standard_normal((1, 3, side, side), dtype=np.float32)
+    inputs = {"pixel_values": pixels, "images_spatial_crop": np.ones((1, 2), np.int32)}
+    return [image_token_id(config)] * (_view_tokens(config, inputs) + 1), inputs
+
+
+def _view_tokens(config: Any, inputs: Mapping[str, Any]) -> int:
+    """The tokens of tiles, or of a whole image without the one behind it. Encoders have one for 64 x 64 pixels."""
+    (number, *_, side), (columns, rows) = inputs["pixel_values"].shape, inputs["images_spatial_crop"][0].tolist()
+    _check(inputs["pixel_values"].shape == (columns * rows, 3, side, side), side % 64 == 0, number > 0)
+    side //= 64
+    if config.model_type == "deepseekocr_2":
+        _check(number == 1, side in (12, 16))
+        return int(side**2)
+    return int((columns * side + 1) * rows * side)
+
+
+def _placeholders_by_view_with_ends(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    num_tokens = _view_tokens(config, inputs)
+    return num_tokens + (all(is_image) and len(is_image) == num_tokens + 1)
+
+
 def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
     unit, vision = _merged_patch(config), config.vision_config
     height, width = np.asarray(inputs["image_sizes"]).reshape(2).tolist()
@@ -200,6 +224,7 @@ IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
         ImageFamily(_by_grid, _placeholders_by_grid),
     ),
     "gemma3": ImageFamily(_by_square, _placeholders_by_square),
+    **dict.fromkeys(("deepseekocr", "deepseekocr_2"), ImageFamily(_by_view_with_ends, _placeholders_by_view_with_ends)),
     "gemma3n": ImageFamily(_by_ended_square, _placeholders_by_ended_square),
     **dict.fromkeys(("gemma4", "gemma4_unified"), ImageFamily(_by_pooling, _placeholders_by_pooling)),
     **dict.fromkeys(("idefics3", "smolvlm", "internvl", "internvl_chat"), ImageFamily(_by_tile, _placeholders_by_tile)),

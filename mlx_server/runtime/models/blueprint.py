@@ -197,7 +197,7 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
         model, config = load_mlx_model(
             folder,
             lazy=True,
-            model_config=lacking | _internvl_settings(folder),
+            model_config=lacking | _settings_lacking(folder),
             get_model_classes=partial(model_classes, sees=True) if sees else get_classes,
             trust_remote_code=trust_remote_code,
         )
@@ -208,14 +208,20 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
     return model, config
 
 
-def _internvl_settings(folder: Path) -> dict[str, Any]:
-    """Of an original InternVL, for its configuration: the token of images, which only its tokenizer names, and its text
-    part under the usual name."""
+_IMAGE_TOKENS = {"internvl_chat": "<IMG_CONTEXT>", "deepseekocr": "<image>", "deepseekocr_2": "<image>"}
+"""Of models whose configuration does not name them."""
+
+
+def _settings_lacking(folder: Path) -> dict[str, Any]:
+    """For the configuration of models as their makers publish them: the token of images, which only the tokenizer
+    names, and InternVL's text part under the usual name."""
     config = read_model_json(folder / "config.json")
-    if config.get("model_type") != "internvl_chat":
-        return {}
-    found = added_token_id(folder, "<IMG_CONTEXT>") if vlm.placeholder_id(config) < 0 else None
-    return {"text_config": config.get("text_config", {})} | ({} if found is None else {"image_token_index": found})
+    model_type = config.get("model_type")
+    settings = {"text_config": config.get("text_config", {})} if model_type == "internvl_chat" else {}
+    if model_type in _IMAGE_TOKENS and vlm.placeholder_id(config) < 0:
+        found = added_token_id(folder, _IMAGE_TOKENS[model_type])
+        settings |= {} if found is None else {"image_token_index": found}
+    return settings
 
 
 def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type[nn.Module], Any]], dict[str, Any]]:

@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.vlm_encoders import BY_PART
 from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
 _PACKAGE = "mlx_vlm"
@@ -161,13 +162,15 @@ class VlmModel(ReadsImages):
         return more
 
     def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
+        if self.model_type in BY_PART:
+            return EncodedImage(BY_PART[self.model_type](self, ids, inputs), ())
         others = {name: value for name, value in inputs.items() if name != "pixel_values"}
         made = self.get_input_embeddings(ids, inputs["pixel_values"], mask=mx.ones_like(ids), **others)
         layers = getattr(made, "deepstack_visual_embeds", None)
         return EncodedImage(made.inputs_embeds[0], () if layers is None else tuple(layers))
 
     def plain(self) -> Any:
-        return self
+        return None if self.model_type in BY_PART else self
 
     def make_cache(self) -> list[Any]:
         """mlx-vlm's own caches."""

@@ -78,6 +78,7 @@ SAID = {
         "<start_of_turn>user\nLook:\n\n<start_of_image>#0#\n\nand\n\n<start_of_image>#1#\n\n<end_of_turn>\n"
         "<start_of_turn>model\n"
     ),
+    "deepseekocr": "Look:\n#0#\n and \n#1#",
     "smolvlm": (
         "<|im_start|>User: Look:@<row_1_col_1>#0#@<row_1_col_2>#?#\n@<row_2_col_1>#?#@<row_2_col_2>#?#\n\n"
         "@<global-img>#?#@ and @<row_1_col_1>#1#@<row_1_col_2>#?#\n@<row_2_col_1>#?#@<row_2_col_2>#?#\n\n"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.picture_worlds import (
+    DEEPSEEK_OCR,
     FOLDERS,
     GEMMA,
     GEMMA_3N,
@@ -234,6 +237,33 @@ def test_lfm_2s_views_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: t
         assert expected["pixel_attention_mask"][view].sum() == height * width == piece.inputs["pixel_values"].shape[1]
 
 
+@pytest.mark.parametrize("size", [(200, 30), (1300, 700)])
+@pytest.mark.parametrize("model_type", ["deepseekocr", "deepseekocr_2"])
+def test_views_of_deepseek_ocr_are_as_mlx_vlms_processor_has_them(
+    tmp_path: Path, model_type: str, size: tuple[int, int]
+):
+    config = {**DEEPSEEK_OCR.config, "model_type": model_type}
+    model = load(dataclasses.replace(DEEPSEEK_OCR, config=config), tmp_path)
+    module = vlm_module(f"models.{model_type}.processing_deepseekocr")
+    processor = getattr(module, "DeepseekOCR2Processor" if model_type == "deepseekocr_2" else "DeepseekOCRProcessor")
+    theirs = SimpleNamespace(
+        image_token="<image>",
+        image_token_id=model.image_token_id,
+        image_transform=module.ImageTransform(),
+        encode=lambda text, **_: model.tokenizer.encode(text, add_special_tokens=False),
+    )
+    ids, (tiles, whole), _, (grid,), _ = processor.tokenize_with_images(theirs, "See <image>", [picture(size=size)])
+    found = model.prepare(encoded(picture(size=size)))
+    assert spread(model, found) == ids[1:], "behind the first token"
+    views = [view for piece in found.pieces for view in piece.inputs["pixel_values"]]
+    wanted = [*(tiles if len(views) > 1 else ()), *whole]
+    assert len(views) == len(wanted)
+    for ours, other in zip(views, wanted, strict=True):
+        assert np.abs(ours - np.array(other.astype(mx.float32))).max() < 2**-7, "mlx-vlm rounds to bfloat16"
+    if model_type == "deepseekocr" and len(views) > 1:
+        assert found.pieces[0].inputs["images_spatial_crop"].tolist() == [grid.tolist()]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_intern_vls_tiles_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: tuple[int, int]):
     theirs = vlm_module("models.internvl_chat.processor").InternVLImageProcessor(size=56, dynamic_max_num=4)
@@ -298,7 +328,7 @@ def test_inputs_are_bounded_by_the_pixels(tmp_path: Path, name: str, max_pixels:
     elif name == "gemma4":
         assert found.num_tokens <= (140 if max_pixels > 140 * 144 else 70)
     else:  # these have sizes of their own
-        assert found.num_tokens <= 11 * 16
+        assert found.num_tokens <= (16 * 17 + 1 if name == "deepseekocr" else 11 * 16)
 
 
 def test_equal_images_have_equal_digests_and_others_other_ones(tmp_path: Path):

@@ -14,12 +14,15 @@ from mlx.utils import tree_flatten
 
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.text.chat import ChatFormatter
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.families import FAMILIES
 from mlx_server.outputs import NewRequestData, ScheduledChunk
+from mlx_server.request import PromptImage
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
 from mlx_server.runtime.cache.layers import PoolRoom
-from mlx_server.runtime.checks.image_families import IMAGE_FAMILIES, sees_both_ways
+from mlx_server.runtime.checks.image_families import IMAGE_FAMILIES, count_placeholders, sees_both_ways
 from mlx_server.runtime.checks.image_probe import find_image_fault
 from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.layers.adapters import AdapterRows
@@ -29,11 +32,12 @@ from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
+from mlx_server.runtime.models.vlm_encoders import BY_PART
 from mlx_server.runtime.vision import ImageEncoder, encode
 from mlx_server.sampling_params import SamplingParams
 from tests.tiny_models import byte_tokenizer, save_model_folder
-from tests.vision_configs import CONFIGS, IMAGE
-from tests.vision_worlds import picture, prompt_of, tiny_vlm
+from tests.vision_configs import CONFIGS, DEEPSEEK_OCR_2, IMAGE
+from tests.vision_worlds import build_tiny, embedded_alone, picture, prompt_of, tiny_vlm
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +146,21 @@ def test_an_original_intern_vl_names_its_image_token_in_its_tokenizer(tmp_path: 
     assert estimate_need(Config(model=ModelConfig(model=str(folder)))).weights_bytes == num_bytes
 
 
+def test_deepseek_ocr_names_its_image_token_in_its_tokenizer_and_has_no_template(tmp_path: Path) -> None:
+    loaded, tokenizer = tiny_vlm("deepseekocr").loaded, byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{message['content']}} {% endfor %}"  # mlx-vlm saves it
+    config = {name: value for name, value in loaded.config.items() if name != "image_token_index"}
+    folder = save_model_folder(loaded.model, config, tmp_path, tokenizer)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(IMAGE): {"content": "<image>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model, info = load_and_probe(folder)
+    assert info.no_vision == ""
+    assert model.config.image_token_index == IMAGE  # type: ignore[attr-defined]
+    prompt = ChatFormatter(Tokenizer.from_folder(folder)).format([{"role": "user", "content": "Free OCR."}])
+    assert prompt.text == f"{tokenizer.bos_token or ''}Free OCR."
+
+
 @pytest.mark.parametrize("names", [{}, {"image_token_index": 7}, {"image_token_id": 7, "image_token_index": None}])
 def test_the_image_token_has_one_id_under_all_of_its_names(names: dict[str, int]) -> None:
     """mlx-vlm's GLM-4V has defaults of GLM-4.5V for both, and files name one."""
@@ -197,6 +216,30 @@ def test_images_of_gemma_3_are_as_large_as_its_text() -> None:
     )
     made = encode(model, [IMAGE] * image.num_tokens, image.inputs).embeddings * 64**0.5
     np.testing.assert_allclose(np.array(made), np.array(shown[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", sorted(BY_PART.keys() & CONFIGS.keys()))
+def test_encoding_does_not_wait_for_the_device(model_type: str) -> None:
+    """What waits cannot be compiled."""
+    model, image = tiny_vlm(model_type).loaded.model, picture(model_type, 1)
+    arrays = {name: mx.array(array) for name, array in image.inputs.items()}
+
+    def embed(pixels: mx.array) -> mx.array:
+        return BY_PART[model_type](model, mx.array([[IMAGE] * image.num_tokens]), {**arrays, "pixel_values": pixels})
+
+    assert mx.allclose(mx.compile(embed)(arrays["pixel_values"]), embed(arrays["pixel_values"]), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("side", "num_tokens"), [(768, 144), (1024, 257)])
+def test_views_of_deepseek_ocr_2_are_mlx_vlms(side: int, num_tokens: int) -> None:
+    model = build_tiny({"model_type": "deepseekocr_2", **DEEPSEEK_OCR_2})
+    pixels = np.random.default_rng(0).standard_normal((1, 3, side, side), dtype=np.float32)
+    image = PromptImage(0, num_tokens, bytes(32), {"pixel_values": pixels, "images_spatial_crop": np.ones((1, 2))})
+    ids = [IMAGE] * num_tokens
+    assert count_placeholders(model, ids, image.inputs) == num_tokens
+    wanted = embedded_alone(model, image)
+    assert mx.allclose(encode(model, ids, image.inputs).embeddings, wanted, atol=1e-4)
 
 
 def test_families_that_are_not_served_are_named() -> None:
