@@ -108,9 +108,9 @@ def num_preemptions(num_requests: int) -> int:
 
 @pytest.mark.slow
 def test_headroom_spares_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_headroom = num_preemptions(60)
+    with_headroom = num_preemptions(30)
     monkeypatch.setattr("mlx_server.batching.policy.headroom", lambda running, windows: 0)
-    without = num_preemptions(60)
+    without = num_preemptions(30)
     assert 0 < with_headroom < 0.75 * without, (with_headroom, without)
 
 

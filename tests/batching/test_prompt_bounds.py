@@ -103,7 +103,7 @@ SIZES = st.sampled_from([1, 31, SHORT, SHORT, 300, 900, 3000, LONG])
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(arrivals=st.lists(st.tuples(st.integers(0, 12), SIZES), min_size=1, max_size=40))
 def test_a_prompt_waits_for_twice_the_work_of_those_older_or_of_those_shorter(arrivals: list[tuple[int, int]]) -> None:
     """Pairs of steps until the next arrival, and sizes."""

@@ -273,7 +273,7 @@ def test_a_long_prompt_advances_by_at_least_half_of_the_budget(budget: int, num_
     """The rule that no stream of short prompts can starve a long one, step by step: whatever arrives, it takes
     at most twice the steps that the budget would allow it alone."""
     world = make_world(num_blocks=4000, max_num_batched_tokens=budget, max_num_seqs=16, bound_stalls=False)
-    num_tokens = 2000
+    num_tokens = 700
     world.add(make_request("long", num_tokens))
     num_steps = 0
     while world.tokens["long"] == []:

@@ -173,11 +173,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.supply.num_left + self.world.scheduler.blocks.num_blocks == self.num_blocks
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)
-TestScheduler = pytest.mark.slow(SchedulerMachine.TestCase)
+@pytest.mark.slow
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=True,
+    )
+
+
+@pytest.mark.full
+class TestSchedulerLong(SchedulerMachine.TestCase):
+    settings = settings(TestScheduler.settings, max_examples=300)

@@ -25,6 +25,7 @@ from tests.api.worlds import World, until, user
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NUM_STOPPED = 40
+"""Of one tier, where their order counts."""
 
 
 class Reading:
@@ -40,10 +41,11 @@ class Reading:
         headers = {"x-api-key": self.keys[tier]}
         return await self.world.http.post(path, json=body, headers=headers, timeout=10)
 
-    async def stop(self, tier: str, num: int = NUM_STOPPED) -> None:
-        """So many requests of the tier that take forever."""
-        self.tasks += [asyncio.create_task(self.post(tier, "/tokenize", prompt="stop")) for _ in range(num)]
+    async def stop(self, tier: str, num: int | None = None) -> None:
+        """So many requests of the tier that take forever; by default twice as many as there are threads."""
         slots = self.world.context.text_workers.slots
+        num = num or 2 * slots.num_slots
+        self.tasks += [asyncio.create_task(self.post(tier, "/tokenize", prompt="stop")) for _ in range(num)]
         await until(lambda: slots.num_held + slots.num_waiting == len(self.tasks))
 
 
@@ -92,7 +94,7 @@ async def test_whatever_a_worse_tier_has_read_a_better_one_is_served(reading: Re
 
 async def test_the_keys_of_a_tier_take_turns(reading: Reading):
     """The other key's request is served when two of the forty before it have ended, not after all."""
-    await reading.stop("low")
+    await reading.stop("low", NUM_STOPPED)
     other = asyncio.create_task(reading.post("other low", "/tokenize", prompt="Hi"))
     slots = reading.world.context.text_workers.slots
     await until(lambda: slots.num_held + slots.num_waiting == NUM_STOPPED + 1)

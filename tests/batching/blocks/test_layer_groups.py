@@ -380,7 +380,7 @@ def test_who_shares_a_window_with_others_may_wait_but_comes_to_its_end(num_block
     assert set(world.reasons) == {"a", "b0", "b1", "b2"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9))])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("windows", [(None, 24), (50,), (None, 30, 30, 130)])
 def test_churn_changes_no_token(windows: tuple[int | None, ...], is_async: bool, seed: int) -> None:
