@@ -47,6 +47,9 @@ _BUDGET_NAME = "budget.json"
 _DAY_S = 86_400.0
 _SAVE_SHARE = 64
 
+OnRead = Callable[[memoryview | None], None]
+"""Takes the content of a block, or None, on a thread of the tier."""
+
 
 class WriteBudget:
     """A token bucket that holds one day's bytes and refills within a day. It continues where the last server left off:
@@ -207,7 +210,7 @@ class KvDisk:
     def read(
         self,
         digest: bytes,
-        on_done: Callable[[memoryview | None], None],
+        on_done: OnRead,
         is_wanted: Callable[[], bool] = lambda: True,
         rounding: Rounding | None = None,
     ) -> None:
@@ -384,12 +387,7 @@ class ModelRecords:
         return self.disk.has(digest)
 
     def read(
-        self,
-        digest: bytes,
-        on_done: Callable[[memoryview | None], None],
-        is_wanted: Callable[[], bool] = lambda: True,
-        *,
-        is_state: bool = False,
+        self, digest: bytes, on_done: OnRead, is_wanted: Callable[[], bool] = lambda: True, *, is_state: bool = False
     ) -> None:
         """Reads a block or a state, if it is still wanted; its content, or None, comes on another thread."""
 

@@ -28,6 +28,9 @@ BESIDE_BYTES = 16 * 2**20
 _MAX_PASSED = 256
 _OWNER_BYTES = 8
 
+OnRead = Callable[[memoryview | None], None]
+"""Takes a content, or None if it is lost or no longer wanted. Any thread."""
+
 
 class BlockStore(Protocol):
     """Contents of blocks and recurrent states, by digest. All methods return at once."""
@@ -53,16 +56,8 @@ class BlockStore(Protocol):
     def has(self, digest: bytes) -> bool:
         """Whether a content is stored or waits to be written: it can be read, and need not be written again."""
 
-    def read(
-        self,
-        digest: bytes,
-        on_done: Callable[[memoryview | None], None],
-        is_wanted: Callable[[], bool],
-        *,
-        is_state: bool,
-    ) -> None:
-        """Reads a content, unless `is_wanted` is false when its turn comes. `on_done` gets the content or None, on any
-        thread."""
+    def read(self, digest: bytes, on_done: OnRead, is_wanted: Callable[[], bool], *, is_state: bool) -> None:
+        """Reads a content, unless `is_wanted` is false when its turn comes."""
 
     def room(self) -> int:
         """How many bytes `write` takes now."""
