@@ -418,7 +418,7 @@ class Policy:
         return self._aged.promoted(now) or self._waiting.heads(now)[0]
 
 
-def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,), share: float = _HEADROOM) -> int:
+def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)) -> int:
     """The number of blocks to keep free for the `running` requests. `windows` are those of the layer groups: in a group
     with a window, a request whose window is full gives up as many blocks as it takes.
 
@@ -431,7 +431,7 @@ def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)
         num_left = min(request.max_total_tokens - num_tokens, _MAX_REMAINING)
         for group, window in enumerate(windows):
             remaining[group] += num_left if window is None else min(num_left, max(0, window - num_tokens))
-    return sum([num_blocks_for(int(share * num_tokens)) for num_tokens in remaining])
+    return sum([num_blocks_for(int(_HEADROOM * num_tokens)) for num_tokens in remaining])
 
 
 def _some(*requests: Request | None) -> list[Request]:
