@@ -43,8 +43,7 @@ class ServerContext:
 
 
 async def _context_of(request: Request) -> ServerContext:
-    context = request.app.state.context
-    assert isinstance(context, ServerContext)
+    context: ServerContext = request.app.state.context
     return context
 
 

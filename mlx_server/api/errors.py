@@ -223,25 +223,22 @@ def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 def install_error_handlers(app: FastAPI) -> None:
     """Answers the exceptions of routes in their protocol's form; `ExchangeMiddleware` handles unknown ones."""
 
-    async def on_serve_error(request: Request, error: Exception) -> Response:
+    @app.exception_handler(errors.ServeError)
+    async def on_serve_error(request: Request, error: errors.ServeError) -> Response:
         return error_info(error).response(request.url.path)
 
-    async def on_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         info = _content_type_info(request, error) or validation_info(error.errors())
         return info.response(request.url.path)
 
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> Response:
         return _http_info(error, request).response(request.url.path)
 
-    async def on_gone(request: Request, error: Exception) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def on_gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    app.add_exception_handler(errors.ServeError, on_serve_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(ClientDisconnect, on_gone)
 
 
 def _remedy(request: Request) -> str:

@@ -326,6 +326,5 @@ async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> A
     `ModelPool.acquire` raises, and `PermissionDeniedError` for a model that the caller's tier may not use."""
     check_name(name)
     pool.check_access(caller_of(request).tier, name)
-    leases = request.state.leases
-    assert isinstance(leases, contextlib.ExitStack)
+    leases: contextlib.ExitStack = request.state.leases
     return leases.enter_context(await pool.acquire(name))

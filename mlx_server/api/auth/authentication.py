@@ -88,8 +88,7 @@ def check_discovery(caller: Caller, method: str, path: str) -> None:
 
 def caller_of(request: Request) -> Caller:
     """The caller, as `AccessMiddleware` identified it."""
-    caller = request.state.caller
-    assert isinstance(caller, Caller)
+    caller: Caller = request.state.caller
     return caller
 
 

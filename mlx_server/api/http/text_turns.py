@@ -111,8 +111,7 @@ class TextTurn:
 
 def turn_of(request: Request) -> TextTurn:
     """The turn of a request to a `TurnRoute`."""
-    turn = request.state.turn
-    assert isinstance(turn, TextTurn)
+    turn: TextTurn = request.state.turn
     return turn
 
 
