@@ -14,6 +14,7 @@ from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.http.paced import Paced
 from mlx_server.api.http.text_turns import TextWorkers
+from mlx_server.api.openai.responses.background import BackgroundRuns
 from mlx_server.api.openai.responses.store import RecordStore
 from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
@@ -40,6 +41,7 @@ class ServerContext:
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)
     scrapes: Paced = field(default_factory=Paced)
     records: RecordStore = field(default_factory=RecordStore)
+    background: BackgroundRuns = field(default_factory=BackgroundRuns)
 
 
 async def _context_of(request: Request) -> ServerContext:

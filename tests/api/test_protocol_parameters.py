@@ -59,7 +59,6 @@ DOCUMENTED = {
 PUBLIC_NAMES = {"stop": "stop_sequences"}
 ASKS = {
     "top_logprobs": 3,
-    "background": True,
     "mcp_servers": [{"url": "x"}],
     "n": 2,
     "prompt_logprobs": 2,
@@ -90,6 +89,7 @@ HONOURED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "previous_response_id": ("resp_x", {}),
         "conversation": ("conv_x", {}),
         "truncation": ("auto", {}),
+        "background": (True, {}),
         "store": (False, {}),
         "max_output_tokens": (2, {}),
         "tools": ([FUNCTION], {}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -125,8 +125,23 @@ class Exchange:
             writer.close()
 
         write_stream = partial(_write_stream, generation, writer)
-        headers = self._headers(plan)
+        headers = self.headers(plan)
         return sse.EventStream(write_stream, keep_alive_s, close, headers, writer.keep_alive, writer.media_type)
+
+    async def begin_alone(self, plan: Plan, writer: Writer) -> Callable[[sse.PieceWriter], Coroutine[Any, Any, None]]:
+        """Starts to generate what is planned, for as long as it takes, whether or not the client stays. Call what it
+        returns once: it writes the stream, and keeps the model until then. Raises the `ServeError` that refuses the
+        request."""
+        generation = await self._start(plan, writer)
+        at_end = self.request.state.leases.pop_all()
+        at_end.callback(writer.close)
+        at_end.callback(generation.close)
+
+        async def write_stream(out: sse.PieceWriter) -> None:
+            with at_end:
+                await _write_stream(generation, writer, out)
+
+        return write_stream
 
     async def _begin(self, plan: Plan, writer: Writer, timeout_s: float) -> Generation:
         """Starts to generate and waits for the first output, but no longer than `timeout_s` (0: no limit), since a
@@ -142,7 +157,7 @@ class Exchange:
     async def _full_response(self, plan: Plan, writer: Writer) -> Response:
         with contextlib.closing(await self._start(plan, writer)) as generation:
             answer = await collect(generation, self.body.num_samples)
-        headers, sampling = self._headers(plan), self.sampling
+        headers, sampling = self.headers(plan), self.sampling
         if sampling.logprobs is None and sampling.prompt_logprobs is None and not self.body.return_token_ids:
             body = writer.full_body(answer)
             content = body if isinstance(body, bytes) else to_json(body, inf_nan_mode="null")
@@ -175,7 +190,7 @@ class Exchange:
             adapter=self.adapter,
         )
 
-    def _headers(self, plan: Plan) -> dict[str, str]:
+    def headers(self, plan: Plan) -> dict[str, str]:
         """The response headers: the request id, schema keywords that are not enforced, and the load if a router asks
         for it."""
         notes = {NOT_ENFORCED_HEADER: ", ".join(plan.notes)} if plan.notes else {}

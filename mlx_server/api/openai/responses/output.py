@@ -64,6 +64,10 @@ class ResponseWriter(Writer):
         self._items = OutputItems({tool.name: tool for tool in request.client_tools()}, reasoning)
         self._numbers = itertools.count()
 
+    def body(self) -> bytes:
+        """The response as it is now."""
+        return self._response.body()
+
     def full_body(self, answer: Answer) -> bytes:
         (choice,) = answer.choices
         for _ in self._items.append(choice):
@@ -151,7 +155,7 @@ def _members(model: str, request: ResponsesRequest, sampling: SamplingParams) ->
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "background": False,
+        "background": bool(request.background),
         "conversation": None if request.conversation_id is None else {"id": request.conversation_id},
         "error": None,
         "frequency_penalty": sampling.frequency_penalty,

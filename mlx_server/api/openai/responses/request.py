@@ -102,7 +102,7 @@ class ResponsesRequest(OneAnswerOfText):
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    background: Annotated[Any, Refused((False,))] = None
+    background: Bool | None = None
     prompt: Annotated[Any, Refused()] = None
     top_logprobs: Annotated[Any, Refused((0,))] = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -115,6 +115,10 @@ class ResponsesRequest(OneAnswerOfText):
                 "include has message.output_text.logprobs, which only chat completions offer here.", "include"
             )
 
+        if self.background and self.store is False:
+            raise InvalidRequestError(
+                "A response in the background is read where it is kept; leave store out.", "store"
+            )
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequestError(
                 "conversation and previous_response_id exclude each other: a conversation has all its earlier items. "

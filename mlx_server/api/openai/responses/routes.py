@@ -1,13 +1,10 @@
-"""The routes of the Responses API: POST /v1/responses, and what can be done with a response afterwards.
-
-Nothing runs in the background: a response that is not streamed is complete when its request is answered.
-"""
+"""The routes of the Responses API: POST /v1/responses, and what can be done with a response afterwards."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from mlx_server.api.context import Context
@@ -25,7 +22,7 @@ router = APIRouter(tags=["responses"], route_class=TurnRoute)
 
 @router.post("/v1/responses", responses=openapi_responses("id", "object", "created_at", "model", "output", "usage"))
 async def create_response(body: ResponsesRequest, request: Request, context: Context, stores: Kept) -> Response:
-    """A response, streamed with `stream: true`."""
+    """A response, streamed with `stream: true`; with `background: true` it goes on without its client."""
     exchange = await open_exchange(body, request, context)
     reading = await Reading.open(body, stores)
     if body.truncation == "auto":
@@ -33,7 +30,14 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     plan = await exchange.plan(reading.call)
     if body.conversation is not None:
         check_room(reading.earlier + reading.new_items, stores.conversations.max_bytes, "conversation")
-    return await exchange.answer(plan, ResponseWriter(exchange, body, reading, stores))
+    writer = ResponseWriter(exchange, body, reading, stores)
+    if not body.background:
+        return await exchange.answer(plan, writer)
+    run = await context.background.start(exchange, plan, writer)
+    keep_alive_s = context.config.server.sse_keep_alive_s
+    response = run.events(0, keep_alive_s) if body.stream else as_json(writer.body())
+    response.headers.update(exchange.headers(plan))
+    return response
 
 
 @router.post("/v1/responses/input_tokens")
@@ -59,23 +63,33 @@ async def compact() -> Response:
 
 
 @router.get("/v1/responses/{response_id}", response_model=dict[str, Any])
-async def retrieve_response(response_id: str, stores: Kept, stream: bool = False) -> Response:
-    """A kept response as it is now."""
+async def retrieve_response(
+    response_id: str,
+    context: Context,
+    stores: Kept,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=0)] | None = None,
+) -> Response:
+    """A kept response as it is now, or with `stream` the events of one in the background, those after a number."""
+    response = await stores.responses.get(response_id)
     if stream:
-        raise InvalidRequestError("A kept response cannot be streamed again; leave stream out.", "stream")
-    return as_json((await stores.responses.get(response_id)).body())
+        start = 0 if starting_after is None else starting_after + 1
+        return context.background.find(response_id).events(start, context.config.server.sse_keep_alive_s)
+    return as_json(response.body())
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, stores: Kept) -> dict[str, Any]:
-    """Forgets a response; a stream in progress continues."""
+async def delete_response(response_id: str, context: Context, stores: Kept) -> dict[str, Any]:
+    """Forgets a response. A stream in progress continues; a response in the background ends."""
     await stores.responses.delete(response_id)
+    if context.background.is_running(response_id):
+        context.generations.abort({response_id})
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=dict[str, Any])
 async def cancel_response(response_id: str, context: Context, stores: Kept) -> Response:
-    """Ends a response that is being streamed; its stream still gets its last events."""
+    """Ends a response that is being streamed or in the background; its stream still gets its last events."""
     response = await stores.responses.get(response_id)
     if response.is_in_progress:
         context.generations.abort({response_id})

@@ -362,7 +362,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
     ({"text": {"format": {"type": "poem"}}}, 400, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, 400, "text.format.schema"),
-    ({"background": True}, 400, "background"),
+    ({"background": True, "store": False}, 400, "store"),
     ({"conversation": "c"}, 404, None),
     ({"conversation": {"id": "c"}}, 404, None),
     ({"conversation": "c", "previous_response_id": "r"}, 400, "conversation"),
