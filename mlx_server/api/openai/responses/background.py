@@ -6,7 +6,6 @@ Everything runs on the event loop's thread. Runs end with the server's drain: ea
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
     from mlx_server.api.answers.generation import Plan
     from mlx_server.api.openai.exchange import Exchange, Writer
 
-MAX_EVENT_BYTES = 4 * 2**20
-"""Of one response's events; the first ones are dropped."""
+MAX_EVENT_BYTES = 16 * 2**20
+"""Of one response's events; the first ones are dropped. Its opening repeats up to 8 MiB of the request, its end half of that."""
 
-MAX_ENDED = 16
+MAX_ENDED = 8
 """Responses whose events can still be read after their end."""
 
 _END = b"\n\n"
@@ -37,16 +36,15 @@ class BackgroundRun:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.is_over = False
-        self._events: deque[bytes] = deque()
+        self._events: list[bytes] = []
         self._num_dropped = 0
         self._news = asyncio.Event()
 
     def write(self, piece: bytes) -> bool:
-        for event in piece.split(_END)[:-1]:
-            self._events.append(event + _END)
-            self.num_bytes += len(self._events[-1])
+        self._events += [event + _END for event in piece.split(_END)[:-1]]
+        self.num_bytes += len(piece)
         while self.num_bytes > MAX_EVENT_BYTES:
-            self.num_bytes -= len(self._events.popleft())
+            self.num_bytes -= len(self._events.pop(0))
             self._num_dropped += 1
         self._tell()
         return True
@@ -71,7 +69,7 @@ class BackgroundRun:
     async def _write(self, start: int, out: sse.PieceWriter) -> None:
         """A client that reads too slowly is cut off when its next event is dropped."""
         while start >= self._num_dropped:
-            news, events = self._news, list(self._events)[start - self._num_dropped :]
+            news, events = self._news, self._events[start - self._num_dropped :]
             if events:
                 out.write(b"".join(events))
                 await out.drain()

@@ -131,10 +131,9 @@ async def test_errors_before_and_after_the_beginning(world: World):
 
 async def test_it_is_added_to_its_conversation(world: World):
     made = await world.openai.conversations.create()
-    await world.openai.responses.create(conversation=made.id, **BODY)
-    await world.settle()
+    begun = await world.openai.responses.create(conversation=made.id, **BODY)
+    await until(lambda: not world.context.background.is_running(begun.id))
     items = world.openai.conversations.items
-    await until(lambda: not world.context.background._tasks)
     assert [item.type for item in (await items.list(made.id)).data] == ["message", "message"]
 
 
@@ -145,8 +144,7 @@ async def test_events_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         answer = await world.http.post("/v1/responses", json={**BODY, "stream": True})
         ids.append(json.loads(answer.text.split("data: ")[1].split("\n")[0])["response"]["id"])
-        await world.settle()
-        await until(lambda: not world.context.background._tasks)
+        await until(lambda: not world.context.background.is_running(ids[-1]))
     found = [await world.http.get(f"/v1/responses/{response_id}?stream=true") for response_id in ids]
     assert [answer.json()["error"]["param"] for answer in found] == ["stream", "starting_after", "starting_after"]
     first_kept = int(found[2].json()["error"]["message"].split("starting_after to ")[1].split()[0]) + 1
