@@ -78,7 +78,21 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
         else:
             remedy = f"mlx-lm does not know it; mlx-vlm may, but is not installed: {vlm.INSTALL}."
         raise ModelLoadError(f"{error} {remedy}") from error
+    if model_type == "kimi_vl":
+        classes = _with_split_projections(classes[0]), classes[1]
     return classes if others is None else tower_classes(classes, others, model_type)
+
+
+def _with_split_projections(model_class: type[nn.Module]) -> type[nn.Module]:
+    """mlx-lm's Kimi-VL with the loading of its Kimi K2.5, which has the same text part: that splits `kv_b_proj`, as
+    makers publish it, into the parts that the model has."""
+    from mlx_lm.models.kimi_k25 import Model as KimiK25
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        sanitized: dict[str, mx.array] = KimiK25.sanitize(self, model_class.sanitize(self, weights))
+        return sanitized
+
+    return type(model_class.__name__, (model_class,), {"sanitize": sanitize, "__module__": model_class.__module__})
 
 
 def _is_in_mlx_lm(model_type: str) -> bool:

@@ -135,3 +135,21 @@ def test_the_context_length_is_the_text_models(tmp_path: Path) -> None:
 def test_what_is_not_loaded_is_not_counted(folders: dict[str, Path], model_type: str) -> None:
     folder = str(folders[model_type])
     assert estimate_need(Config(model=ModelConfig(model=folder))).weights_bytes == load(folder).weight_bytes
+
+
+def test_kimi_vl_is_loaded_as_its_makers_publish_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Each head's projections of keys and values are one matrix there; mlx-lm has two, and splits it for others."""
+    for path in folders["kimi_vl"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    file = tmp_path / "model.safetensors"
+    weights = dict(mx.load(str(file)))
+    for name in [name for name in weights if name.endswith("embed_q.weight")]:
+        keys, values = weights.pop(name), weights.pop(name.replace("embed_q", "unembed_out"))
+        joined = mx.concatenate([keys.swapaxes(-1, -2), values], axis=1)
+        weights[name.replace("embed_q", "kv_b_proj")] = joined.reshape(-1, joined.shape[-1])
+    mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    wanted = dict(tree_flatten(load(str(folders["kimi_vl"])).model.parameters()))
+    found = dict(tree_flatten(load(str(tmp_path)).model.parameters()))
+    assert any(name.endswith("embed_q.weight") for name in wanted)
+    assert found.keys() == wanted.keys()
+    assert all(mx.array_equal(found[name], wanted[name]) for name in wanted)
