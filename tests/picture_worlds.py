@@ -175,6 +175,16 @@ DEEPSEEK_OCR = VisionFolder(
     ("<|grounding|>",),
     "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 )
+MINICPM = VisionFolder(
+    {"model_type": "minicpmv4_6", "vision_config": VISION},
+    {"max_slice_nums": 4, "scale_resolution": 112, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    "<|image_pad|>",
+    (
+        *("<|im_start|>", "<|im_end|>", "<image>", "</image>"),
+        *("<slice>", "</slice>", "<image_id>", "</image_id>"),
+    ),
+    _in_qwens_template("<|image_pad|>"),
+)
 FOLDERS = {
     "qwen": QWEN,
     "gemma": GEMMA,
@@ -187,6 +197,7 @@ FOLDERS = {
     "internvl": INTERN_VL,
     "gemma3n": GEMMA_3N,
     "deepseekocr": DEEPSEEK_OCR,
+    "minicpm": MINICPM,
 }
 
 

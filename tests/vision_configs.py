@@ -423,3 +423,17 @@ DEEPSEEK_OCR_2 = {
     "vision_config": {"model_type": "vision", "width": {"qwen2-0-5b": {"dim": 32}}},
 }
 """Not among the others, because its encoder takes no small images. The towers are those of `tests.vision_worlds`."""
+
+CONFIGS["minicpmv4_6"] = {
+    "image_token_id": IMAGE,
+    "insert_layer_id": 0,
+    "text_config": {**_HYBRID, "model_type": "minicpmv4_6"},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    },
+}

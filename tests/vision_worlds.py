@@ -124,6 +124,10 @@ def picture(model_type: str, seed: int) -> PromptImage:
     elif model_type == "gemma3":
         size, num_tokens = vision["image_size"], CONFIGS[model_type]["mm_tokens_per_image"]
         inputs = {"pixel_values": rng.standard_normal((1, 3, size, size), dtype=np.float32)}
+    elif model_type == "minicpmv4_6":
+        num_tokens, sides = 2 * (3 + seed % 2), np.array([[8, 12 + 4 * (seed % 2)]], np.int32)
+        pixels = rng.standard_normal((3, 14, 14 * int(sides.prod())), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "tgt_sizes": sides}
     elif model_type == "deepseekocr":  # two tiles, or the whole image
         columns, side = 1 + seed % 2, 128 - 64 * (seed % 2)
         num_tokens = 3 if seed % 2 else 2 * 3 + 1
@@ -199,7 +203,7 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     model = vlm.plain
     if vlm.config.model_type == "gemma3n":
         return _greedy_without_caches(model, ids, images, num_tokens)
-    if vlm.config.model_type == "deepseekocr":
+    if vlm.config.model_type in ("deepseekocr", "minicpmv4_6"):
         return _stitched_greedy(model, ids, images, num_tokens)
     if vlm.config.model_type == "gemma3":
         return _dense_greedy(model, ids, images, num_tokens)
@@ -232,6 +236,8 @@ def _stitched_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImag
     embeddings = model.language_model.model.embed_tokens(mx.array([ids]))
     for image in images:
         embeddings[0, image.start : image.end] = embedded_alone(model, image)
+    if hasattr(model.language_model, "_rope_deltas"):
+        model.language_model._rope_deltas = model.language_model._position_ids = None
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
     logits = model.language_model(mx.array([ids]), inputs_embeds=embeddings, cache=caches).logits[0, -1]
     tokens = [int(mx.argmax(logits).item())]
@@ -243,6 +249,11 @@ def _stitched_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImag
 
 def embedded_alone(model: Any, image: PromptImage) -> mx.array:
     """The embeddings `[n, D]` of a piece of an image by mlx-vlm's own code, which puts tiles before the whole image."""
+    if model.config.model_type == "minicpmv4_6":
+        pixels, sizes = image.inputs["pixel_values"], image.inputs["tgt_sizes"]
+        bounds = [np.array([[0, image.num_tokens]])]
+        ids = mx.full((1, image.num_tokens), IMAGE)
+        return model.get_input_embeddings(ids, [[pixels]], tgt_sizes=[sizes], image_bound=bounds).inputs_embeds[0]
     pixels, grid = mx.array(image.inputs["pixel_values"]), mx.array(image.inputs["images_spatial_crop"])
     side, is_first = pixels.shape[-1], model.config.model_type == "deepseekocr"
     is_whole = side == (128 if is_first else 1024)

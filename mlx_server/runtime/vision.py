@@ -180,8 +180,9 @@ class ImageEncoder:
         self._model = model
         self._requests: dict[str, _Seen] = {}
         self._encoded: OrderedDict[bytes, EncodedImage] = OrderedDict()
-        # How many patches form one placeholder along each side; None if tokens have one position.
-        self._merge = int(model.config.vision_config.spatial_merge_size) if model.has_positions else None
+        # How many patches form one placeholder along each side; None if those of images are numbered as text is.
+        merge = getattr(model.config.vision_config, "spatial_merge_size", None) if model.has_positions else None
+        self._merge = None if merge is None else int(merge)
 
     @property
     def num_bytes(self) -> int:

@@ -58,6 +58,13 @@ def _max_view_pixels(settings: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 _SAM = {"patch_size": 16, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
 
+
+def max_slice_pixels(settings: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> int:
+    """Of MiniCPM-V's whole image or a tile of it. Sides have at least a square of patches, so thin images become more;
+    with more than this they are refused."""
+    return int(settings.get("scale_resolution", 448) ** 2 * 4)
+
+
 _SQUARES = ("deepseekocr", "deepseekocr_2", "gemma3", "gemma3n", "idefics3", "smolvlm", "internvl", "internvl_chat")
 
 _SIDES: Mapping[str, int] = {"gemma3n": 768, "deepseekocr": 1024, "deepseekocr_2": 1024}
@@ -68,6 +75,7 @@ _MOST_PIXELS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], int]
     "kimi_vl": _max_limited_pixels,
     "lfm2_vl": _max_view_pixels,
     "lfm2-vl": _max_view_pixels,
+    "minicpmv4_6": max_slice_pixels,
 }
 """By the processor's settings and config.json, where more than `--max-image-pixels` bounds them."""
 

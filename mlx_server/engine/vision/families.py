@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_server.engine.vision.encoders import processor_settings, square_side
+from mlx_server.engine.vision.encoders import max_slice_pixels, processor_settings, square_side
 from mlx_server.request import DIGEST_BYTES
 from mlx_server.runtime.models.vlm import vlm_module
 
@@ -40,9 +40,14 @@ class ImagePiece:
         return sum(array.nbytes for array in self.inputs.values())
 
 
+NUMBER = "\ue000"
+"""Of private use, so it is in no text of a family."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
-    """`text` represents the image in a prompt's text, with one image token for each piece."""
+    """`text` represents the image in a prompt's text, with one image token for each piece, and `NUMBER` for the image's
+    number in the prompt."""
 
     text: str
     pieces: tuple[ImagePiece, ...]
@@ -161,6 +166,19 @@ class _DeepSeekOcrProcessor:
         return ((np.asarray(view, np.float32) / 255 - self._mean) / self._std).transpose(2, 0, 1)
 
 
+class _MiniCpmProcessor:
+    """MiniCPM-V's, by mlx-vlm."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        settings = _needed_settings(folder)
+        named = {f"norm_{name}": settings[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in settings}
+        theirs = vlm_module("models.minicpmv4_6.processing_minicpmv4_6").MiniCPMVImageProcessor
+        self.own = theirs(**{**named, **settings, "downsample_mode": config.get("downsample_mode", "16x")})
+
+    def __call__(self, image: Any, return_tensors: str) -> dict[str, Any]:
+        return {name: values[0] for name, values in self.own([[image]]).items()}
+
+
 def piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
     """The digest covers all arrays with their names, types and shapes."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -257,6 +275,26 @@ def _lay_out_ended_views(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
         inputs = {"pixel_values": np.stack(views), "images_spatial_crop": np.array([[columns, rows]], np.int32)}
         pieces.append(piece([model.image_token_id] * num_tokens, inputs))
     return PreparedImage(model.image_token * len(pieces), tuple(pieces))
+
+
+def _lay_out_slices(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """MiniCPM-V 4.6: the whole image scaled down; if it is large, also rows of tiles. Each is a piece of its own.
+
+    1 row of 2 tiles of the first image: `<image_id>0</image_id><image>@</image><slice>@</slice><slice>@</slice>`, with
+    `@` for the image token.
+    """
+    own, (columns, rows) = model.processor.own, arrays["grids"][0]
+    each, most = 4 if own.downsample_mode == "4x" else 16, max_slice_pixels({"scale_resolution": own.scale_resolution})
+    pieces = []
+    for pixels, sizes in zip(arrays["pixel_values"], arrays["tgt_sizes"], strict=True):
+        height, width = sizes.tolist()
+        if height * width * own.patch_size**2 > most:
+            raise ValueError(f"it becomes {width} x {height} patches, more than the encoder takes")
+        run = [model.image_token_id] * (height * width // each)
+        pieces.append(piece(run, {"pixel_values": pixels, "tgt_sizes": sizes[None]}))
+    tiles = "\n".join([f"<slice>{model.image_token}</slice>" * columns] * rows)
+    number = f"<image_id>{NUMBER}</image_id>" if own.use_image_id else ""
+    return PreparedImage(f"{number}<image>{model.image_token}</image>{tiles}", tuple(pieces))
 
 
 _THUMBNAIL = "<|img_thumbnail|>"
@@ -403,6 +441,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_unified": replace(_GEMMA_4, lay_out=_lay_out_merged),
     "deepseekocr": _DEEPSEEK_OCR,
     "deepseekocr_2": _DEEPSEEK_OCR,
+    "minicpmv4_6": Family(_lay_out_slices, load_processor=_MiniCpmProcessor),
     "idefics3": _IDEFICS_3,
     "smolvlm": _IDEFICS_3,
     "pixtral": _PIXTRAL,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from mlx_server.engine.vision.families import PreparedImage
+from mlx_server.engine.vision.families import NUMBER, PreparedImage
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import PromptImage
@@ -255,8 +255,8 @@ class Layout:
                 "messages",
             )
         pieces = [first]
-        for index, piece in zip(self.order, rest, strict=True):
-            pieces += [prepared[index].text, piece]
+        for number, (index, piece) in enumerate(zip(self.order, rest, strict=True)):
+            pieces += [prepared[index].text.replace(NUMBER, str(number)), piece]
         return "".join(pieces)
 
     def shown(self, text: str) -> str:

@@ -179,6 +179,28 @@ def _placeholders_by_view_with_ends(config: Any, inputs: Mapping[str, Any], is_i
     return num_tokens + (all(is_image) and len(is_image) == num_tokens + 1)
 
 
+def _by_packed_tile(config: Any, rng: np.random.Generator) -> Sample:
+    """For models that take patches in a row: 2 x 3 placeholders."""
+    each, patch = _merged_side(config), config.vision_config.patch_size
+    sides = np.array([[2 * each, 3 * each]], np.int32)
+    pixels = rng.standard_normal((3, patch, int(sides.prod()) * patch), dtype=np.float32)
+    return [image_token_id(config)] * 6, {"pixel_values": pixels, "tgt_sizes": sides}
+
+
+def _placeholders_by_packed_tile(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    _check(all(is_image))
+    (height, width), patch = np.asarray(inputs["tgt_sizes"])[0].tolist(), config.vision_config.patch_size
+    each = _merged_side(config)
+    _check(inputs["pixel_values"].shape == (3, patch, height * width * patch))
+    _check(height > 0, width > 0, height % each == width % each == 0)
+    return int(height * width // each**2)
+
+
+def _merged_side(config: Any) -> int:
+    """The side of a placeholder in patches."""
+    return 2 if config.downsample_mode == "4x" else 4
+
+
 def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
     unit, vision = _merged_patch(config), config.vision_config
     height, width = np.asarray(inputs["image_sizes"]).reshape(2).tolist()
@@ -225,6 +247,7 @@ IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
     ),
     "gemma3": ImageFamily(_by_square, _placeholders_by_square),
     **dict.fromkeys(("deepseekocr", "deepseekocr_2"), ImageFamily(_by_view_with_ends, _placeholders_by_view_with_ends)),
+    "minicpmv4_6": ImageFamily(_by_packed_tile, _placeholders_by_packed_tile),
     "gemma3n": ImageFamily(_by_ended_square, _placeholders_by_ended_square),
     **dict.fromkeys(("gemma4", "gemma4_unified"), ImageFamily(_by_pooling, _placeholders_by_pooling)),
     **dict.fromkeys(("idefics3", "smolvlm", "internvl", "internvl_chat"), ImageFamily(_by_tile, _placeholders_by_tile)),

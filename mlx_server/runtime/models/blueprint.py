@@ -222,7 +222,12 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
     return model, config
 
 
-_IMAGE_TOKENS = {"internvl_chat": "<IMG_CONTEXT>", "deepseekocr": "<image>", "deepseekocr_2": "<image>"}
+_IMAGE_TOKENS = {
+    "internvl_chat": "<IMG_CONTEXT>",
+    "deepseekocr": "<image>",
+    "deepseekocr_2": "<image>",
+    "minicpmv4_6": "<|image_pad|>",
+}
 """Of models whose configuration does not name them."""
 
 

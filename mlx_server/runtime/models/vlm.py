@@ -87,6 +87,8 @@ class _Arguments:
         if own.get("model_type") == "gemma3":
             _complete_gemma3(own)
         made = self.module.ModelConfig.from_dict(own)
+        if placeholder >= 0 and not any(hasattr(made, name) for name in _PLACEHOLDERS[:2]):
+            made.image_token_id = placeholder
         return vlm_module("utils").update_module_configs(made, self.module, own, list(_PARTS))
 
 

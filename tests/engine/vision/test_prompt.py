@@ -79,6 +79,10 @@ SAID = {
         "<start_of_turn>model\n"
     ),
     "deepseekocr": "Look:\n#0#\n and \n#1#",
+    "minicpm": (
+        "<|im_start|>user\nLook:<image_id>0</image_id><image>#0#</image> and <image_id>1</image_id><image>#1#</image>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    ),
     "smolvlm": (
         "<|im_start|>User: Look:@<row_1_col_1>#0#@<row_1_col_2>#?#\n@<row_2_col_1>#?#@<row_2_col_2>#?#\n\n"
         "@<global-img>#?#@ and @<row_1_col_1>#1#@<row_1_col_2>#?#\n@<row_2_col_1>#?#@<row_2_col_2>#?#\n\n"

@@ -29,6 +29,7 @@ from tests.picture_worlds import (
     INTERN_VL,
     KIMI,
     LFM_2,
+    MINICPM,
     PIXTRAL,
     QWEN,
     SMOLVLM,
@@ -265,6 +266,22 @@ def test_views_of_deepseek_ocr_are_as_mlx_vlms_processor_has_them(
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_minicpms_tiles_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: tuple[int, int]):
+    module = vlm_module("models.minicpmv4_6.processing_minicpmv4_6")
+    own = module.MiniCPMVImageProcessor(max_slice_nums=4, scale_resolution=112)
+    model, expected = load(MINICPM, tmp_path), own([[picture(size=size)]])
+    theirs = object.__new__(module.MiniCPMVProcessor)
+    theirs.image_processor, theirs.tokenizer, theirs.image_token = own, model.tokenizer.hf, "<|image_pad|>"
+    ids = theirs._build_placeholder_ids_for_image(expected["tgt_sizes"][0], expected["grids"][0][0], 0, 16)
+    found = model.prepare(encoded(picture(size=size)))
+    shown = dataclasses.replace(found, text=found.text.replace(families.NUMBER, "0"))
+    assert spread(model, shown) == [*model.tokenizer.encode("See ", add_special_tokens=False), *ids]
+    for piece, pixels, sizes in zip(found.pieces, expected["pixel_values"][0], expected["tgt_sizes"][0], strict=True):
+        assert np.array_equal(piece.inputs["pixel_values"], pixels)
+        assert piece.inputs["tgt_sizes"].tolist() == [sizes.tolist()]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_intern_vls_tiles_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size: tuple[int, int]):
     theirs = vlm_module("models.internvl_chat.processor").InternVLImageProcessor(size=56, dynamic_max_num=4)
     model = load(INTERN_VL, tmp_path)
@@ -400,7 +417,8 @@ def test_an_image_that_a_processor_cannot_take_is_refused_with_its_size(
 
 
 @pytest.mark.parametrize(
-    ("folder", "size"), [(PIXTRAL, (5000, 1)), (LFM_2, (50_000, 1)), (KIMI, (1, 9000)), (GLM, (1, 300))]
+    ("folder", "size"),
+    [(PIXTRAL, (5000, 1)), (LFM_2, (50_000, 1)), (KIMI, (1, 9000)), (GLM, (1, 300)), (MINICPM, (5000, 1))],
 )
 def test_extreme_proportions_are_refused_with_a_remedy(tmp_path: Path, folder: VisionFolder, size: tuple[int, int]):
     told = rf"cannot be prepared for \w+ \({size[0]} x {size[1]} pixels\): .*[^.]\. Send it with other proportions$"
@@ -408,7 +426,7 @@ def test_extreme_proportions_are_refused_with_a_remedy(tmp_path: Path, folder: V
         load(folder, tmp_path).prepare(encoded(picture(size=size)))
 
 
-@pytest.mark.parametrize("folder", [KIMI, LFM_2, GEMMA_4], ids=lambda folder: folder.config["model_type"])
+@pytest.mark.parametrize("folder", [KIMI, LFM_2, GEMMA_4, MINICPM], ids=lambda folder: folder.config["model_type"])
 @pytest.mark.parametrize("size", [(640, 480), (600, 60), (3, 4), (60, 60)])
 def test_the_encoder_gets_no_more_pixels_than_are_booked(tmp_path: Path, folder: VisionFolder, size: tuple[int, int]):
     model = load(folder, tmp_path)
