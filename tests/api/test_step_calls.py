@@ -141,7 +141,7 @@ _BODY = {
     "messages": [{"role": "user", "content": "Count."}],
     "stream": True,
     "temperature": 0,
-    "max_tokens": 500,
+    "max_tokens": _FIRST_STEP + (_NUM_WINDOWS + 1) * _NUM_STEPS,
     "ignore_eos": True,
 }
 
@@ -201,7 +201,7 @@ class Writes:
 
         self._monkeypatch.setattr(selector_events._SelectorSocketTransport, "write", counted)
         letters = byte_tokenizer().convert_tokens_to_ids(list("abcdefgh"))  # each becomes visible text at once
-        body = json.dumps({**_BODY, "allowed_token_ids": letters}).encode()
+        body = json.dumps({**_BODY, "max_tokens": 500, "allowed_token_ids": letters}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         async with running(app) as url:
             address = httpx.URL(url)

@@ -85,19 +85,19 @@ def test_prefix_hits(architecture: str, backend: str) -> None:
 
 @IN_BOTH_MODES
 def test_forced_preemption(architecture: str, backend: str, async_scheduling: bool) -> None:
-    """Eight requests want 3 to 5 blocks each, and there are 10."""
+    """Eight requests want 2 to 4 blocks each, and there are 8."""
     rng = random.Random(7)
     prompts = random_prompts([rng.randrange(20, 60) for _ in range(8)])
-    max_tokens = [rng.randrange(40, 90) for _ in prompts]
+    max_tokens = [rng.randrange(25, 45) for _ in prompts]
     wanted = plain_greedy(architecture, prompts, max_tokens)
     with make_llm(
         architecture,
         attention_backend=backend,
         async_scheduling=async_scheduling,
-        num_kv_blocks=10,
-        max_model_len=320,
+        num_kv_blocks=8,
+        max_model_len=256,
     ) as llm:
         assert answers(llm, prompts, max_tokens) == wanted
         stats = llm.stats()
     assert stats.num_preemptions > 0
-    assert stats.num_blocks == stats.num_free_blocks == 10 * stats.num_layer_groups
+    assert stats.num_blocks == stats.num_free_blocks == 8 * stats.num_layer_groups
