@@ -20,6 +20,7 @@ LAYERS = {"llama-3-8b": 3, "qwen3-30b-a3b": 2, "qwen3.5-35b-a3b": 8, "gemma-3-12
 """A few of each model, of all its kinds."""
 
 NUM_STEPS = 3
+NUM_SPLITS = 4
 STEPS = {
     "decode": KINDS["decode"],
     "forced decode": Traffic(decodes=(100, 700), known=True),
@@ -47,20 +48,23 @@ def pairs_over_splits(graph: Graph, num_splits: int) -> list[Unordered]:
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("model", LAYERS)
-def test_every_use_of_a_pool_is_ordered(model: str, kind: str) -> None:
-    assert pairs_over_splits(steps_of(model, kind), 8) == []
+def test_every_use_of_a_pool_is_ordered_and_nothing_is_updated_that_the_step_also_reads(model: str, kind: str) -> None:
+    """Of a hybrid, recurrent states neither."""
+    graph = steps_of(model, kind)
+    assert pairs_over_splits(graph, NUM_SPLITS) == []
+    assert copied_updates(graph) == []
 
 
 @pytest.mark.parametrize("kv_bits", [4, 8])
 def test_every_use_of_a_quantised_pool_is_ordered(kv_bits: int) -> None:
-    assert pairs_over_splits(steps_of("llama-3-8b", "mixed", kv_bits=kv_bits), 8) == []
+    assert pairs_over_splits(steps_of("llama-3-8b", "mixed", kv_bits=kv_bits), NUM_SPLITS) == []
 
 
 @pytest.mark.parametrize("kind", ["prefill", "mixed"])
 @pytest.mark.parametrize("model", ["llama-3-8b", "gemma-4-e2b"])
 def test_every_use_of_a_pool_is_ordered_in_exact_steps(model: str, kind: str) -> None:
     """Products by own kernels, and each row of a prompt attended as a decode."""
-    assert pairs_over_splits(steps_of(model, kind, is_exact=True), 8) == []
+    assert pairs_over_splits(steps_of(model, kind, is_exact=True), NUM_SPLITS) == []
 
 
 @pytest.mark.full
@@ -95,7 +99,7 @@ def test_a_token_that_is_missing_is_found(
     kernels: type, method: str, kind: str, pair: Unordered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _leave_the_token_as_it_was(monkeypatch, kernels, method)
-    assert pair in pairs_over_splits(steps_of("llama-3-8b", kind), 8)
+    assert pair in pairs_over_splits(steps_of("llama-3-8b", kind), NUM_SPLITS)
 
 
 def test_a_write_that_nobody_waits_for_is_not_even_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +107,3 @@ def test_a_write_that_nobody_waits_for_is_not_even_run(monkeypatch: pytest.Monke
     names = {dispatch.op for dispatch in replay(steps_of("llama-3-8b", "decode")).encoder.dispatches}
     assert "kernel paged_decode" in names
     assert "kernel kv_write" not in names
-
-
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("model", LAYERS)
-def test_nothing_is_updated_that_the_step_also_reads(model: str, kind: str) -> None:
-    """Of a hybrid, recurrent states neither."""
-    assert copied_updates(steps_of(model, kind)) == []

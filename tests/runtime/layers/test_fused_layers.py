@@ -54,8 +54,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
-@pytest.mark.parametrize(("architecture", "bits"), [*((name, None) for name in KNOWN), ("llama", 4), ("qwen3", 8)])
+@pytest.mark.parametrize(
+    ("architecture", "bits", "threads"),
+    [*((name, None, "1") for name in KNOWN), ("llama", 4, "1"), ("qwen3", 8, "2"), ("llama", None, "2")],
+)
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(
     architecture: str, bits: int | None, threads: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
