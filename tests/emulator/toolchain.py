@@ -17,8 +17,9 @@ from emulator.errors import EmulatorError
 NATIVE = Path(__file__).parent / "native"
 
 _MACHINE_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Werror", "-fno-exceptions", "-fno-rtti")
+# Not optimized: most kernels are launched a few times, and to optimize one takes as long as forty builds of it.
 _KERNEL_FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"),
+    *("-std=c++17", "-O0", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"),
     *("-fno-math-errno", "-fno-omit-frame-pointer", "-ftrivial-auto-var-init=pattern"),
     *("-Wall", "-Werror", "-Wdouble-promotion", "-Wimplicit-float-conversion", "-Wno-unknown-attributes"),
     *("-Wno-unused-variable", "-Wno-unused-function", "-Wno-pass-failed"),
