@@ -137,8 +137,8 @@ async def test_three_models_in_a_budget_for_two(
     baseline, resident = held_bytes(), psutil.Process().memory_info().rss
     loads_before = world.num_loads()
     rng = random.Random(1)
-    order = [(rng.choice("abc"), rng.randrange(len(PROMPTS))) for _ in range(40)]
-    at_once = asyncio.Semaphore(16)
+    order = [(rng.choice("abc"), rng.randrange(len(PROMPTS))) for _ in range(24)]
+    at_once = asyncio.Semaphore(12)
     most_loaded = 0
 
     async def request(name: str, index: int) -> int:

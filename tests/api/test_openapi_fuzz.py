@@ -72,7 +72,7 @@ async def served(site: Site, tmp_path: Path) -> AsyncIterator[Site]:
 @pytest.mark.parametrize(
     ("num_examples", "num_requests"),
     [
-        pytest.param(4, 100, id="few", marks=pytest.mark.slow),
+        pytest.param(2, 60, id="few", marks=pytest.mark.slow),
         pytest.param(
             -(-NUM_ATTACKING // 20), NUM_ATTACKING, id="many", marks=[pytest.mark.attack, pytest.mark.timeout(3600)]
         ),

@@ -84,7 +84,7 @@ async def in_progress(http: httpx.AsyncClient, num: int) -> None:
     await until(http, "/load", {"server_load": num})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_lets_streams_finish_and_exits_0(number: int):
     """A terminal that is closed sends its own twice: the shell, and then the system."""
     async with server() as running:

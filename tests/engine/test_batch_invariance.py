@@ -53,7 +53,7 @@ def _alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
 @pytest.mark.parametrize(
     ("architecture", "count", "settings"),
     [
-        ("qwen3", 20, {}),
+        ("qwen3", 12, {}),
         ("qwen3", 9, {"kv_bits": "8"}),
         *(pytest.param(name, 9, {}, marks=_ALSO[name]) for name in ARCHITECTURES if name != "qwen3"),
     ],

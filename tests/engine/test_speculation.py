@@ -162,10 +162,10 @@ def test_answers_of_all_kinds_at_once_stay_what_they_are(
     rng = random.Random(architecture)
     known = [tuple(prompt) for prompt in random_prompts((70, 110), seed=1)]
     with LLM(str(folder), adapters=adapters, speculate="ngram", max_model_len=256, **settings) as llm:
-        for _ in range(4):
+        for _ in range(3):
             _round(llm, adapters, rng, known)
         stats = llm.stats()
-    assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert 60 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
 

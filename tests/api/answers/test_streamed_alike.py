@@ -155,7 +155,7 @@ async def both(world: World, protocol: str, num_tokens: int) -> tuple[Shown, Sho
     return whole(answer.json()), stream(streamed.text)
 
 
-@pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
+@pytest.mark.parametrize("tokens_per_delta", [1, pytest.param(7, marks=pytest.mark.full), 1000])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_an_answer_is_the_same_streamed_and_whole(world: World, protocol: str, tokens_per_delta: int):
     world.engine.tokens_per_delta = tokens_per_delta
