@@ -148,8 +148,7 @@ async def test_files_that_are_overwritten_while_they_are_loaded_are_refused(tmp_
             ModelLoadError, match=r"The files of the adapter .*/own changed while they were read: load it"
         ):
             await engine.adapters.load(adapter, adapter_bytes(adapter, engine.config.model))
-        await until_freed(engine)
-        assert (engine._loaded_parts().share.need, kinds(engine)) == (need, plain)
+        await until(lambda: (engine._loaded_parts().share.need, kinds(engine)) == (need, plain))
         await load(engine, "own", own)
         assert (await answers(engine, ["own"]))["own"] == wanted(folder, other)
 
