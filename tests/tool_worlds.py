@@ -21,6 +21,7 @@ TEMPLATES = {
     "hunyuan": "<tool_calls><tool_call>name\n```json",
     "hy3": "'<tool_sep{}>'.format(':opensource')",
     "hy3_preview": "<tool_sep><arg_key>",
+    "minimax_m3": "]<]minimax[>[",
     "longcat_tags": "<longcat_arg_key>",
     "mimo_v2": "<parameter=example_parameter_1>value_1</parameter>",
     "json_list": "<TOOLCALL>[",

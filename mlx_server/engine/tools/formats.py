@@ -17,22 +17,25 @@ Tool = Mapping[str, Any]
 """A tool as OpenAI's clients send it: `{"type": "function", "function": {"name", "parameters", ...}}`."""
 
 MAX_PARALLEL_CALLS = 16
+ITEM = "item"
 TAG_SAFE = re.compile(r"[^\s<>\"'=:|]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Each argument is between `before`, with `{key}` and `{type}` or `{is_text}` filled in, and `after`.
+    """Each argument is between `before`, with `{key}` and `{type}` or `{is_text}` filled in, and `after`, with `{key}`.
 
     Texts have no quotes, and are data to the last space; if `before` ends in a line break, there is another one after
     the text. With `has_cdata`, texts that XML cannot hold are in a CDATA section. Values that may be anything are read
-    as the kinds `untyped`.
+    as the kinds `untyped`. With a `namespace`, which precedes each tag and is in no text, lists and objects are in
+    tags, too: members as arguments are, and items as if `ITEM` were their key.
     """
 
     before: str
     after: str
     has_cdata: bool = False
     untyped: frozenset[str] = STRUCTURES
+    namespace: str = ""
 
     @property
     def is_typed(self) -> bool:
@@ -43,6 +46,9 @@ class Parameter:
         """`before` for a value of JSON's type `kind`."""
         is_text = "true" if kind == "string" else "false"
         return self.before.format(key=key, type="number" if kind == "integer" else kind, is_text=is_text)
+
+    def end(self, key: str) -> str:
+        return self.after.format(key=key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +189,7 @@ def _hy3(ending: str) -> ToolFormat:
 
 _NAME_ALONE = ToolFormat(before="{name}\n", separator="\n")
 _GLM = _with_pairs(_NAME_ALONE, untyped=ALL_KINDS)
+_MINIMAX = "]<]minimax[>["
 _GEMMA_NOTATION = Notation(argument="{key}:", member="{key}:", quote='<|"|>', keys=re.compile(r"[\w.$@/-]+"))
 _GEMMA = ToolFormat(
     before="call:{name}{{",
@@ -254,6 +261,15 @@ FORMATS = {
         separator="\n",
         parameter=Parameter(before='<parameter name="{key}">', after="</parameter>\n"),
         fails_when_cut=True,
+    ),
+    "minimax_m3": ToolFormat(
+        before=f'{_MINIMAX}<invoke name="{{name}}">',
+        after=f"{_MINIMAX}</invoke>\n",
+        parameter=Parameter(
+            before=f"{_MINIMAX}<{{key}}>", after=f"{_MINIMAX}</{{key}}>", untyped=ALL_KINDS, namespace=_MINIMAX
+        ),
+        around=("\n", ""),
+        special=(_MINIMAX,),
     ),
     "seed_oss": ToolFormat(
         before="\n<function={name}>\n",

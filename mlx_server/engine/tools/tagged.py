@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mlx_server.engine.tools.formats import Parameter, ToolFormat
+from mlx_server.engine.tools.nested import read_tags, tag_of
 from mlx_server.engine.tools.values import ALL_KINDS, TEXT, ParameterTypes, ValueTypes, read_value
 
 
@@ -23,7 +25,8 @@ class TaggedCallReader:
         # A name without an end of its own ends where the first argument begins.
         ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
         self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
-        self._opening = re.compile(_pattern(parameter.before))
+        not_after = f"(?!{_pattern(form.after)})" if form.after else ""
+        self._opening = re.compile(not_after + _pattern(parameter.before))
         self._after = re.compile(_pattern(form.after))
         self._parameter = parameter
         self._has_line_breaks = parameter.before.endswith("\n")
@@ -31,6 +34,7 @@ class TaggedCallReader:
         self._all_types = types
         self._at = 0
         self._searched = 0  # there is no closing before this position
+        self._depth = 0  # how many tags are open there inside the argument
         self._key: str | None = None  # of the argument that begins at `_at`; None between arguments
         self._types = ValueTypes(ALL_KINDS)  # of this argument's value
         self._shown: int | None = None  # the end of the part of its text that is written; None before the beginning
@@ -66,15 +70,29 @@ class TaggedCallReader:
                     return
                 self._key, self._at = opening["key"], opening.end()
                 self._types = self._types_of(self.name, self._key, opening.groupdict().get("is_text"))
-            closing = self._closing(body)
-            end = body.find(closing, max(self._at, self._searched))
+            closing = self._closing(self._key, body)
+            end, after = self._find_end(body, closing)
             if self._types.kinds == TEXT and not self._parameter.has_cdata:
                 yield from self._text(self._key, body, closing, end)
             if end < 0:
-                self._searched = len(body) - len(closing) + 1
                 return
             yield self._close(self._key, body, end)
-            self._key, self._shown, self._at = None, None, end + len(closing)
+            self._key, self._shown, self._at = None, None, after
+
+    def _find_end(self, body: str, closing: str) -> tuple[int, int]:
+        """Where the argument ends, and what follows begins; negative if it has not ended."""
+        self._searched = max(self._at, self._searched)
+        if not self._parameter.namespace or self._types.kinds == TEXT:
+            end = body.find(closing, self._searched)
+            if end < 0:
+                self._searched = max(self._searched, len(body) - len(closing) + 1)
+            return end, end + len(closing)
+        for tag in tag_of(self._parameter.namespace).finditer(body, self._searched):
+            self._searched = tag.end()
+            if tag[1] and self._depth == 0:
+                return tag.start(), tag.end()
+            self._depth += -1 if tag[1] else 1
+        return -1, -1
 
     def _types_of(self, name: str, key: str, is_text: str | None) -> ValueTypes:
         if is_text is not None:
@@ -82,8 +100,8 @@ class TaggedCallReader:
         types = self._all_types.of(name, key)
         return ValueTypes(self._parameter.untyped) if types.kinds == ALL_KINDS else types
 
-    def _closing(self, body: str) -> str:
-        closing = self._parameter.after.strip()
+    def _closing(self, key: str, body: str) -> str:
+        closing = self._parameter.end(key).strip()
         is_section = self._parameter.has_cdata and _CDATA.match(body, self._at) is not None
         return f"]]>{closing}" if is_section else closing
 
@@ -108,6 +126,9 @@ class TaggedCallReader:
         if self._shown is not None:
             return '"'
         text = body[self._at : end]
+        if self._parameter.namespace and self.name is not None:
+            with suppress(RecursionError, ValueError):  # else it is a text
+                return self._argument(key, read_tags(text, self._parameter, *self._all_types.schema_of(self.name, key)))
         if self._has_line_breaks:
             text = text.removeprefix("\n").removesuffix("\n")
         section = _CDATA.match(text) if self._parameter.has_cdata else None

@@ -11,15 +11,26 @@ from typing import Any
 
 from mlx_server.engine.grammar.schema import changed_schema, referenced
 from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression, json_options, terminal
-from mlx_server.engine.tools.formats import Parameter
+from mlx_server.engine.tools.formats import ITEM, TAG_SAFE, Parameter
 from mlx_server.engine.tools.notations import CONDITIONS, NUMBER_KEYWORDS, TEXT_KEYWORDS
 from mlx_server.engine.tools.texts import ANY, TextWriter, can_compile, fits, fitting, without
-from mlx_server.engine.tools.values import ALL_KINDS, TEXT, TypeResolver, ValueTypes, keywords
+from mlx_server.engine.tools.values import (
+    ALL_KINDS,
+    TEXT,
+    Arguments,
+    TypeResolver,
+    ValueTypes,
+    inner_schema,
+    keywords,
+)
 
 JSON_OPTIONS = {**json_options(None), "lenient": True}
 
 _PLAIN = r"/[^<&\n]*/"
 _SECTION, _END_OF_SECTION = "<![CDATA[", "]]>"
+_OF_MEMBERS = (*CONDITIONS, "minProperties", "maxProperties", "propertyNames", "patternProperties")
+_OF_ITEMS = (*CONDITIONS, "minItems", "maxItems", "uniqueItems", "prefixItems")
+"""Not enforced in tags."""
 _WORDS = {"null": '"null"', "boolean": '"true" | "false"'}
 
 
@@ -48,17 +59,27 @@ class TaggedWriter:
         self._has_pattern = has_pattern
         self._types = TypeResolver(root)
         self._texts = TextWriter(root, self._types, free)
-        self._written: dict[str | tuple[str, ...], str | None] = {}  # rules for schemas and for lists of texts
+        self._after = ""  # what follows the argument that is being written
+        self._written: dict[tuple[str, ...], str | None] = {}  # rules for values, and for texts with what follows them
 
     def argument(self, key: str, schema: Any) -> str | None:
         """Matches one argument, and what precedes and follows it; None if no value can fit. Raises
         `RecursionError`."""
         parameter, types = self._parameter, self._types.whole(schema)
-        kinds = _written_kinds(types)
+        if parameter.namespace and key.startswith("/"):
+            return None  # it would be read as an end
+        outer, self._after = self._after, parameter.end(key)
+        written = self._values(key, schema, types)
+        self._after = outer
+        return written
+
+    def _values(self, key: str, schema: Any, types: ValueTypes) -> str | None:
+        parameter, kinds = self._parameter, _written_kinds(types)
         if types.kinds == ALL_KINDS or ("string" in types.kinds and types.texts is None and not parameter.is_typed):
             kinds = []  # any text may be given, and is read as what it looks like
         values: list[tuple[str, str]] = []
-        for group in [[kind] for kind in kinds] if parameter.is_typed else filter(None, [kinds]):
+        is_apart = parameter.is_typed or parameter.namespace
+        for group in [[kind] for kind in kinds] if is_apart else filter(None, [kinds]):
             if (value := self._json(schema, group)) is None:
                 types = ValueTypes(ALL_KINDS)
             else:
@@ -75,25 +96,61 @@ class TaggedWriter:
         return alternatives(choices) if choices else None
 
     def _json(self, schema: Mapping[str, Any], kinds: list[str]) -> str | None:
-        """Matches a value of one of these kinds, as JSON, and what follows it. None if there is no room for its schema
-        with all definitions."""
-        given = json.dumps((schema, kinds))
+        """Matches a value of one of these kinds, as JSON or in tags, and what follows it. None if there is no room for
+        its schema with all definitions."""
+        given = (json.dumps((schema, kinds)),)
         if given not in self._written:
-            self._written[given] = self._new_json({**schema, "type": kinds})
-        return self._written[given]
+            is_nested = bool(self._parameter.namespace) and kinds in (["array"], ["object"])
+            self._written[given] = self._in_tags(schema, kinds[0]) if is_nested else self._new_json(schema, kinds)
+        value = self._written[given]
+        return value and f"{value} {self._writer.literal(self._after)}"
 
-    def _new_json(self, schema: Mapping[str, Any]) -> str | None:
-        after = self._parameter.after
-        whole = _held_schema(schema, self._root, self._ends(after), self.room)
+    def _in_tags(self, schema: Mapping[str, Any], kind: str) -> str | None:
+        """Matches a list or an object in tags, or as JSON if the schema does not say what is in it."""
+        rule = self._writer.declare("tags")
+        self._written[(json.dumps((schema, [kind])),)] = rule  # the schema may refer to itself
+        narrow = {
+            key: [branch for branch in schema[key] if kind in self._types.types(branch).kinds]
+            for key in ("anyOf", "oneOf")
+            if isinstance(schema.get(key), list)
+        }
+        inner = (self._members if kind == "object" else self._items)({**schema, **narrow})
+        value = rule if inner is not None else self._new_json(schema, [kind])
+        self._writer.define(rule, inner or value or '""')
+        return value
+
+    def _members(self, schema: Mapping[str, Any]) -> str | None:
+        """Matches an object's members; None if none are listed, or one that is required cannot be written."""
+        arguments, written = Arguments(self._root, schema), []
+        for key, inner in arguments.schemas.items():
+            expression = self.argument(key, inner) if TAG_SAFE.fullmatch(key) else None
+            if expression is None and key in arguments.required:
+                return None
+            if expression is not None:
+                written.append(expression if key in arguments.required else f"({expression})?")
+        self._free |= keywords(schema, self._root).intersection(_OF_MEMBERS)
+        return " ".join(written) or None
+
+    def _items(self, schema: Mapping[str, Any]) -> str | None:
+        """Matches a list's items; None if the schema does not say what they are."""
+        items = inner_schema(schema, self._root, "items")
+        item = None if items is None else self.argument(ITEM, items)
+        self._free |= keywords(schema, self._root).intersection(_OF_ITEMS)
+        return None if item is None else f"({item})*"
+
+    def _new_json(self, schema: Mapping[str, Any], kinds: list[str]) -> str | None:
+        whole = _held_schema({**schema, "type": kinds}, self._root, self._ends(self._after), self.room)
         if whole is None:
             self.room -= self.room // 8  # the attempt took time, and there may be many
             return None
         self.room -= len(json.dumps(whole))
-        return self._writer.rule("value", f"{json_expression(whole, JSON_OPTIONS)} {self._writer.literal(after)}")
+        return self._writer.rule("value", json_expression(whole, JSON_OPTIONS))
 
     def _ends(self, after: str) -> Sequence[str]:
         """What a parser may read as the end of the argument before `after`: any closing, if all begin with one
-        token."""
+        token. A namespace's first character comes again in it, which `without` cannot tell."""
+        if self._parameter.namespace:
+            return [self._parameter.namespace[1:]]
         ends = filter(None, (after.strip(), self._end))
         return list(dict.fromkeys(self._writer.first_token(end) or end for end in ends))
 
@@ -104,26 +161,28 @@ class TaggedWriter:
             texts = self._fitting(texts, schema)
             if not texts:
                 return None
-            if texts not in written and (size := sum(map(len, texts))) <= self.room:
+            given = ("texts", *texts, self._after)
+            if given not in written and (size := sum(map(len, texts))) <= self.room:
                 self.room -= size
-                written[texts] = self._any_of(texts)
-            if (expression := written.get(texts)) is not None:
+                written[given] = self._any_of(texts)
+            if (expression := written.get(given)) is not None:
                 return expression
         content = self._content(schema, types)
-        if content not in written:
+        given = ("content", content, self._after)
+        if given not in written:
             try:
-                written[content] = self._of_content(content)
+                written[given] = self._of_content(content)
             except ValueError:  # llguidance cannot hold it
                 if self._has_pattern:
                     return self._writer.rule("STRING", content)  # refused, when all is compiled
                 self._free |= self._limits(schema)
-                written[content] = self._of_content(terminal(ANY))
-        return written[content]
+                written[given] = self._of_content(terminal(ANY))
+        return written[given]
 
     def _any_of(self, texts: Sequence[str]) -> str:
         parameter, literal = self._parameter, self._writer.literal
         written = [literal(_cdata(text) if parameter.has_cdata else text) for text in texts]
-        return self._writer.rule("value", f"{alternatives(written)} {literal(parameter.after)}")
+        return self._writer.rule("value", f"{alternatives(written)} {literal(self._after)}")
 
     def _limits(self, schema: Any) -> set[str]:
         """What the schema says of a text besides its choices."""
@@ -151,7 +210,7 @@ class TaggedWriter:
         return alternatives([content, *(_WORDS[kind] for kind in sorted(others))])
 
     def _of_content(self, content: str) -> str | None:
-        after = self._parameter.after
+        after = self._after
         if not self._parameter.has_cdata:
             return self._ended(content, after)
         section = self._ended(content, _END_OF_SECTION + after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import llguidance
@@ -170,6 +170,7 @@ def _matcher_of(written: str) -> llguidance.LLMatcher:
     return _matcher(llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {written}"))
 
 
+@lru_cache(maxsize=256)
 def fits(written: str) -> bool:
     """Whether there is a text that the terminal matches. Raises `ValueError` if llguidance cannot compile it."""
     matcher = _matcher_of(written)

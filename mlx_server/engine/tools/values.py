@@ -54,11 +54,12 @@ class Arguments:
     Raises `RecursionError`.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, schema: Any = None) -> None:
+        """`schema` is a part of `root` that lists them; None: all of it."""
         self._root = root
         self._listed: dict[str, dict[int, Any]] = {}  # by the argument's name and the schema's identity
         self._known: dict[str, set[str]] = {}  # what the targets of references require
-        self.required = self._add(root)
+        self.required = self._add(root if schema is None else schema)
 
     @property
     def schemas(self) -> dict[str, Any]:
@@ -90,19 +91,29 @@ class Arguments:
 
 def keywords(schema: Any, root: Any) -> set[str]:
     """All that the schema says of a value itself, with the schemas that it refers to in `root`."""
-    found, seen, parts = set[str](), set[str](), [schema]
+    return set[str]().union(*_parts_of(schema, root))
+
+
+def inner_schema(schema: Any, root: Any, keyword: str) -> Any:
+    """What the schema says under `items` or `additionalProperties` of all that has no name; None if that is nothing."""
+    found = [part[keyword] for part in _parts_of(schema, root) if isinstance(part.get(keyword), Mapping)]
+    return _any_of(found) if found else None
+
+
+def _parts_of(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema, and those that it combines or refers to in `root`."""
+    seen, parts = set[str](), [schema]
     while parts:
         part = parts.pop()
         if not isinstance(part, Mapping):
             continue
-        found.update(part)
+        yield part
         for key in ("allOf", "anyOf", "oneOf"):
             parts += _items(part, key)
         reference = part.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
             parts.append(referenced(root, reference))
-    return found
 
 
 def _any_of(schemas: list[Any]) -> Any:
@@ -132,19 +143,20 @@ class ParameterTypes:
         self._known: dict[tuple[str, str], ValueTypes] = {}
 
     def of(self, function: str, key: str) -> ValueTypes:
-        """Anything for an argument that is not declared. OpenAPI's `nullable` counts, too."""
+        """Anything for an argument that is not declared."""
         if (function, key) not in self._known:
-            schema = None
             try:
-                schemas, resolver = self._function(function)
-                schema = schemas.get(key)
-                types = _ANYTHING if schema is None else resolver.whole(schema)
+                schema, resolver = self.schema_of(function, key)
+                types = resolver.readable(schema)
             except RecursionError:
                 types = _ANYTHING
-            if member(schema, "nullable") is True:
-                types = ValueTypes(types.kinds | {"null"}, types.texts)
             self._known[function, key] = types
         return self._known[function, key]
+
+    def schema_of(self, function: str, key: str) -> tuple[Any, TypeResolver]:
+        """An argument's schema (None if it is not declared), and what finds its types. Raises `RecursionError`."""
+        schemas, resolver = self._function(function)
+        return schemas.get(key), resolver
 
     def _function(self, name: str) -> tuple[Mapping[str, Any], TypeResolver]:
         if name not in self._functions:
@@ -157,7 +169,7 @@ class TypeResolver:
     """Finds what parts of the schema `root` allow. Follows each reference once."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self.root = root
         self._known: dict[str, ValueTypes] = {}
 
     def whole(self, schema: Any) -> ValueTypes:
@@ -165,6 +177,12 @@ class TypeResolver:
         `RecursionError`."""
         types = self.types(schema)
         return types if types.kinds else _ANYTHING
+
+    def readable(self, schema: Any) -> ValueTypes:
+        """The same for values that are read: anything for no schema, and OpenAPI's `nullable` counts, too. Raises
+        `RecursionError`."""
+        types = _ANYTHING if schema is None else self.whole(schema)
+        return ValueTypes(types.kinds | {"null"}, types.texts) if member(schema, "nullable") is True else types
 
     def types(self, schema: Any) -> ValueTypes:
         return reduce(_both, self._parts(schema), _ANYTHING)
@@ -191,7 +209,7 @@ class TypeResolver:
     def _referenced(self, reference: str) -> ValueTypes:
         if reference not in self._known:
             self._known[reference] = _NOTHING  # within itself: a circle adds nothing
-            self._known[reference] = self.types(referenced(self._root, reference))
+            self._known[reference] = self.types(referenced(self.root, reference))
         return self._known[reference]
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Notation, Parameter, ToolFormat, ToolParser
+from mlx_server.engine.tools.formats import FORMATS, ITEM, JSON_TAGS, Notation, Parameter, ToolFormat, ToolParser
 from mlx_server.engine.tools.values import kind_of
 
 
@@ -41,10 +41,14 @@ def _arguments(form: ToolFormat, arguments: Mapping[str, Any]) -> str:
 
 def _parameter(parameter: Parameter, key: str, value: Any) -> str:
     is_text = isinstance(value, str)
+    if parameter.namespace and isinstance(value, Mapping | list):
+        inner = value.items() if isinstance(value, Mapping) else [(ITEM, item) for item in value]
+        written = "".join(_parameter(parameter, *pair) for pair in inner)
+        return parameter.begin(key, kind_of(value)) + written + parameter.end(key)
     text = value if is_text else _json(value)
     if parameter.has_cdata and is_text:
         text = f"<![CDATA[{text}]]>"
-    return parameter.begin(key, kind_of(value)) + text + parameter.after
+    return parameter.begin(key, kind_of(value)) + text + parameter.end(key)
 
 
 def _members(notation: Notation, before: str, members: Mapping[str, Any]) -> str:

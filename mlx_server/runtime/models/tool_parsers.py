@@ -150,6 +150,10 @@ JSON_TAGS = _parser_of_mlx_lm("json_tools")
 _OURS: tuple[tuple[tuple[str, ...], ToolParser], ...] = (
     (("｜DSML｜", "function_calls>"), _DSML["function_calls"]),
     (("｜DSML｜", "tool_calls>"), _DSML["tool_calls"]),
+    (
+        ("]<]minimax[>[",),
+        ToolParser("minimax_m3", "]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>", _no_call),
+    ),
     (("<seed:tool_call>",), ToolParser("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _no_call)),
     (
         ("<parameter=example_parameter_1>value_1</parameter>",),

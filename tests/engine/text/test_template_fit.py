@@ -35,6 +35,7 @@ ELSEWHERE = (
     "nvidia-Llama-3_3-Nemotron-Super-49B-v1_5",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
     "CohereLabs-command-a-plus-05-2026-w4a4",
+    "MiniMaxAI-MiniMax-M3-MXFP8",
     "XiaomiMiMo-MiMo-V2-Flash",
     "allenai-Olmo-3-7B-Instruct",
     "meituan-longcat-LongCat-2.0",
@@ -193,6 +194,7 @@ def test_a_chat_goes_on_as_it_began(name: str) -> None:
 OWN_CALLS = {
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": '"tool_name": "look_at", "parameters": {"place": "north"}}',
     "CohereLabs-command-a-plus-05-2026-w4a4": '"tool_name": "look_at", "parameters": {"place": "north"}}',
+    "MiniMaxAI-MiniMax-M3-MXFP8": '<invoke name="look_at">]<]minimax[>[<place>north]<]minimax[>[</place>',
     "XiaomiMiMo-MiMo-V2-Flash": "<function=look_at>\n<parameter=place>north</parameter>\n</function>",
     "allenai-Olmo-3-7B-Instruct": '<function_calls>look_at(place="north")',
     "meituan-longcat-LongCat-2.0": "<longcat_arg_key>place</longcat_arg_key>\n<longcat_arg_value>north<",

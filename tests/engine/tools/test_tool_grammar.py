@@ -18,7 +18,7 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS
 from mlx_server.engine.text.reasoning import Dialect, ReasoningConstraint, find_reasoning_markers
 from mlx_server.engine.text.splitters import new_splitter
-from mlx_server.engine.tools.formats import JSON_TAGS, ToolParser
+from mlx_server.engine.tools.formats import ToolParser
 from mlx_server.engine.tools.grammar import ForcedCalls, force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
@@ -139,6 +139,7 @@ WORLDS = {
     "hy3": make_tokenizer(special=HY3),
     "json_list": make_tokenizer(),
     "cohere": make_tokenizer(special=("<|START_ACTION|>", "<|END_ACTION|>")),
+    "minimax_m3": make_tokenizer(special=("]<]minimax[>[",)),
     "apertus": make_tokenizer(special=("<|tools_prefix|>", "<|tools_suffix|>")),
     "olmo3": make_tokenizer(),
     "harmony": make_tokenizer(special=HARMONY),
@@ -164,6 +165,7 @@ FORMATS = (
     "cohere",
     "apertus",
     "olmo3",
+    "minimax_m3",
     "mimo_v2",
     "longcat",
     "longcat_tags",
@@ -174,16 +176,15 @@ FORMATS = (
     "pythonic",
     "harmony",
     "llama3_json",
-    None,
 )
 
 
-def parser_of(name: str | None) -> ToolParser:
-    return JSON_TAGS if name is None else parser_named("mistral" if name == "mistral_list" else name)
+def parser_of(name: str) -> ToolParser:
+    return parser_named("mistral" if name == "mistral_list" else name)
 
 
-def force(name: str | None, tools: list[dict[str, Any]], *, is_parallel: bool = True) -> ForcedCalls:
-    world = WORLDS.get(name or "", CALL_WORLD)
+def force(name: str, tools: list[dict[str, Any]], *, is_parallel: bool = True) -> ForcedCalls:
+    world = WORLDS.get(name, CALL_WORLD)
     return force_tool_calls(world, parser_of(name), tools, is_parallel=is_parallel)
 
 
@@ -193,7 +194,7 @@ def read_calls(parser: ToolParser, tools: list[dict[str, Any]], text: str) -> tu
     calls: dict[int, list[str]] = {}
     ids = set()
     for delta in (delta for output in outputs for delta in output.calls):
-        call = calls.setdefault(delta.index, [delta.name or "", ""])
+        call = calls.setdefault(delta.index, [delta.name, ""])
         call[1] += delta.arguments_fragment
         ids.add((delta.index, delta.id) if delta.id else (delta.index, None))
     named = [call_id for _, call_id in ids if call_id is not None]
@@ -202,11 +203,11 @@ def read_calls(parser: ToolParser, tools: list[dict[str, Any]], text: str) -> tu
     return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
-def written(name: str | None, tools: list[dict[str, Any]], seeds: range, *, is_parallel: bool) -> list[Any]:
+def written(name: str, tools: list[dict[str, Any]], seeds: range, *, is_parallel: bool) -> list[Any]:
     """The calls of each output that a random model has finished, read back."""
-    world = WORLDS.get(name or "", CALL_WORLD)
+    world = WORLDS.get(name, CALL_WORLD)
     forced = force(name, tools, is_parallel=is_parallel)
-    grammar = COMPILERS.get(name or "", COMPILERS[""]).compile(forced.spec)
+    grammar = COMPILERS.get(name, COMPILERS[""]).compile(forced.spec)
     model = RandomModel(world, ENDINGS)
     dialect = Dialect(find_reasoning_markers(world), parser_of(name))
     outputs = []
@@ -228,7 +229,7 @@ def written(name: str | None, tools: list[dict[str, Any]], seeds: range, *, is_p
 
 @pytest.mark.parametrize("is_parallel", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_forced_calls_are_read_back_by_their_parser(name: str | None, is_parallel: bool) -> None:
+def test_forced_calls_are_read_back_by_their_parser(name: str, is_parallel: bool) -> None:
     outputs = written(name, TOOLS, range(40), is_parallel=is_parallel)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in TOOLS}
     assert len(outputs) >= 15
@@ -263,6 +264,32 @@ def test_notations_write_every_kind_of_value(name: str) -> None:
     assert {dict, list, str, type(None), "next"} <= seen
 
 
+def test_lists_and_objects_are_in_tags_as_far_as_their_schema_goes() -> None:
+    point = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "of": {"$ref": "#/$defs/points"}, "note": {"type": "string"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    parameters = {
+        "type": "object",
+        "properties": {
+            "at": {"$ref": "#/$defs/points"},
+            "either": {"anyOf": [{"type": "null"}, point]},
+            "free": {"type": "object"},
+        },
+        "required": ["at", "either", "free"],
+        "$defs": {"points": {"type": "array", "items": point}},
+    }
+    outputs = written("minimax_m3", [tool("f", parameters)], range(60), is_parallel=False)
+    assert len(outputs) >= 20
+    for ((_, arguments),) in outputs:
+        jsonschema.validate(arguments, parameters)
+    points = [point for ((_, arguments),) in outputs for point in arguments["at"]]
+    assert any(point.get("of") for point in points)
+    assert {type(arguments["either"]) for ((_, arguments),) in outputs} == {dict, type(None)}
+
+
 @pytest.mark.parametrize("name", ["gemma4", "pythonic"])
 def test_an_object_that_is_closed_is_empty_and_a_tuple_is_named(name: str) -> None:
     closed = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -282,9 +309,9 @@ def test_a_list_without_items_is_empty(name: str) -> None:
 
 
 def test_a_models_own_format_is_forced() -> None:
-    def first_text(name: str | None) -> str:
-        world = WORLDS.get(name or "", CALL_WORLD)
-        constraint = COMPILERS.get(name or "", COMPILERS[""]).compile(force(name, TOOLS[:1]).spec).start()
+    def first_text(name: str) -> str:
+        world = WORLDS.get(name, CALL_WORLD)
+        constraint = COMPILERS.get(name, COMPILERS[""]).compile(force(name, TOOLS[:1]).spec).start()
         return world.decode(constraint.forced_tokens(), skip_special_tokens=False)
 
     assert first_text("json_tools").startswith('<tool_call>\n{"name": "get_weather", "arguments":')
@@ -304,6 +331,7 @@ def test_a_models_own_format_is_forced() -> None:
     assert first_text("longcat_tags").startswith(
         "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
     )
+    assert first_text("minimax_m3") == '<tool_call>\n<invoke name="get_weather"><city>'.replace("<", "]<]minimax[>[<")
     assert first_text("mistral_list").startswith('[TOOL_CALLS] [{"name": "get_weather", "arguments": {')
     assert first_text("qwen3_coder") == "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
     assert first_text("glm47") == "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>"
@@ -317,7 +345,6 @@ def test_a_models_own_format_is_forced() -> None:
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"
     )
     assert first_text("llama3_json").startswith('{"name": "get_weather", "parameters": {')
-    assert first_text(None).startswith("<tool_call>")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -519,8 +546,8 @@ def test_arguments_whose_schemas_would_be_too_long_are_free() -> None:
     assert not is_accepted("parameter=n>\nanything")
 
 
-@pytest.mark.parametrize("name", [None, "qwen3_coder", "pythonic"])
-def test_an_argument_that_refers_only_to_itself_is_refused(name: str | None) -> None:
+@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "pythonic"])
+def test_an_argument_that_refers_only_to_itself_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="the reference #/properties/a leads only to itself") as caught:
         force(name, [tool("f", {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}})])
     assert caught.value.param == "tools[0].function.parameters"
@@ -556,11 +583,11 @@ _CALL = "<tool_call>\n<function=f>\n<parameter=a>\nseveral words\n</parameter>\n
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(FORMATS), st.dictionaries(_WORDS, _VALUES, max_size=4))
-def test_whatever_parameters_clients_send_calls_are_forced_or_refused(name: str | None, parameters: Any) -> None:
+def test_whatever_parameters_clients_send_calls_are_forced_or_refused(name: str, parameters: Any) -> None:
     offered = [tool("f", parameters)]
     refusals: list[InvalidRequestError] = []
     try:
-        COMPILERS.get(name or "", COMPILERS[""]).compile(force(name, offered).spec)
+        COMPILERS.get(name, COMPILERS[""]).compile(force(name, offered).spec)
     except InvalidRequestError as error:
         refusals.append(error)
     assert all((error.param or "").startswith("tools") for error in refusals)

@@ -86,6 +86,11 @@ def mimo(*arguments: tuple[str, str]) -> str:
     return f"<tool_call>\n<function=write>\n{written}</function>\n</tool_call>"
 
 
+def minimax_3(*arguments: tuple[str, str]) -> str:
+    written = "".join(f"~<{key}>{value}~</{key}>" for key, value in arguments)
+    return f'~<tool_call>\n~<invoke name="write">{written}~</invoke>\n~</tool_call>'.replace("~", "]<]minimax[>[")
+
+
 def minimax(*arguments: tuple[str, str]) -> str:
     written = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments)
     return f'<minimax:tool_call>\n<invoke name="write">\n{written}</invoke>\n</minimax:tool_call>'
@@ -109,11 +114,14 @@ WRITERS = {
     "longcat_tags": longcat,
     "hy3": hy3,
     "mimo_v2": mimo,
+    "minimax_m3": minimax_3,
     "minimax_m2": minimax,
     "muse_spark": muse,
     "minicpm5": minicpm,
 }
 STREAMED = [name for name in WRITERS if name != "minicpm5"]
+DIFFERENT = [name for name in WRITERS if name not in ("laguna", "longcat_tags", "hy3")]
+"""The others are GLM's but for their tags."""
 
 
 def streamed(
@@ -162,7 +170,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize("value", VALUES)
 def test_a_text_comes_to_the_last_space(name: str, value: str) -> None:
     text = WRITERS[name](("size", "3"), ("text", value), ("tags", '["b"]'))
@@ -218,7 +226,7 @@ READ: list[tuple[str, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize(("key", "written", "value"), READ)
 def test_a_value_is_read_by_its_schema(name: str, key: str, written: str, value: Any) -> None:
     text = WRITERS[name]((key, written))
@@ -231,7 +239,7 @@ def test_a_value_is_read_by_its_schema(name: str, key: str, written: str, value:
 @pytest.mark.parametrize("name", WRITERS)
 def test_numbers_and_words_of_unknown_type_are_read_as_the_family_does(name: str) -> None:
     text = WRITERS[name](("any", "5"), ("undeclared", "true"))
-    is_json = name in ("glm47", "laguna", "longcat_tags", "muse_spark")
+    is_json = name in ("glm47", "laguna", "longcat_tags", "minimax_m3", "muse_spark")
     assert read(name, text) == [
         ("write", {"any": 5, "undeclared": True} if is_json else {"any": "5", "undeclared": "true"})
     ]
@@ -304,7 +312,7 @@ def test_the_name_and_long_texts_do_not_wait_for_the_end(name: str) -> None:
     assert not so_far.endswith('"}')
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "muse_spark"])
+@pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "muse_spark"])
 def test_forced_calls_stream(name: str) -> None:
     tokenizer = make_tokenizer(
         added=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -324,6 +332,50 @@ def test_forced_calls_stream(name: str) -> None:
         text = "".join(pieces)
         assert read(name, pieces) == read(name, [text])
     assert num_checked >= 10
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "at": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "at": {"type": "string"}, "item": {"type": "boolean"}},
+            "additionalProperties": {"type": "number"},
+        },
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "points": {"type": "array", "items": {"$ref": "#/properties/at"}},
+        "free": {"type": "object"},
+        "any": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("<at><x>1</x><at> a <b> </at></at>", {"at": {"x": 1, "at": " a <b> "}}),
+        ("<at><item>true</item><z>2.5</z></at>", {"at": {"item": True, "z": 2.5}}),
+        ("<at></at><tags></tags>", {"at": {}, "tags": []}),
+        ('<at>{"x": 1}</at><tags>["5"]</tags>', {"at": {"x": 1}, "tags": ["5"]}),
+        ("<tags><item>5</item><item>\n</item></tags>", {"tags": ["5", "\n"]}),
+        ("<points><item><x>1</x></item>\n<item><x>2</x></item></points>", {"points": [{"x": 1}, {"x": 2}]}),
+        ("<free><a><item>1</item><item>b</item></a><c>true</c></free>", {"free": {"a": [1, "b"], "c": True}}),
+        ("<any><item><y>z</y></item></any><other>5</other>", {"any": [{"y": "z"}], "other": 5}),
+    ],
+)
+def test_lists_and_objects_are_read_from_their_tags(written: str, value: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "write", "parameters": NESTED}}]
+    tags = re.sub(r"<(?=/?[a-z]+>)(?!b>)", "]<]minimax[>[<", written)
+    text = minimax_3().replace("]<]minimax[>[</invoke>", f"{tags}]<]minimax[>[</invoke>")
+    for pieces in (text, [text], list(text)):
+        content, ((called, fragments),) = streamed("minimax_m3", pieces, tools)
+        assert (content, called, json.loads("".join(fragments))) == ("", "write", value)
+
+
+def test_what_is_nested_too_deeply_is_a_text() -> None:
+    text = minimax_3(("any", "]<]minimax[>[<a>" * 5000 + "]<]minimax[>[</a>" * 5000))
+    ((_, arguments),) = read("minimax_m3", [text])
+    assert isinstance(arguments["any"], str)
 
 
 def test_several_calls_of_one_region_follow_the_first() -> None:

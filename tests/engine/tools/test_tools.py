@@ -373,6 +373,12 @@ FORMATS = [
         [WEATHER, ("f", {})],
     ),
     (
+        "minimax_m3",
+        "<tool_call>\n<invoke name=\"get_weather\"><city>Paris</city></invoke>\n<invoke name=\"f\"></invoke>\n"
+        "</tool_call>".replace("<", "]<]minimax[>[<"),
+        [WEATHER, ("f", {})],
+    ),
+    (
         "longcat_tags",
         "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
         "<longcat_arg_value>Paris</longcat_arg_value>\n</longcat_tool_call>",
@@ -463,6 +469,7 @@ FIRST = {  # of several
     "cohere": f'[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}}\n]',
     "apertus": f'[{{"get_weather": {PARIS}}}]',
     "olmo3": 'get_weather(city="Paris")',
+    "minimax_m3": '\n<invoke name="get_weather"><city>Paris</city></invoke>\n'.replace("<", "]<]minimax[>[<"),
 }
 ALONE = [(name, f"{parser_named(name).start}{call}{parser_named(name).end}", [WEATHER]) for name, call in FIRST.items()]
 
