@@ -126,7 +126,8 @@ _JSON_TAGS = ToolFormat(
 
 
 def _json_list(head: str, before: str, number: str | None = None) -> ToolFormat:
-    """A list of JSON objects, one for each call. `head` is a regex for what is in an object before the arguments."""
+    """A list of JSON objects, one for each call. `head` is a regex for what is in an object before the arguments; an id
+    may follow them."""
     return ToolFormat(
         before=before,
         after="}",
@@ -134,8 +135,8 @@ def _json_list(head: str, before: str, number: str | None = None) -> ToolFormat:
         number=number,
         around=("[", "]"),
         names=None,
-        head=re.compile(rf"[\s\[}},]*\{{\s*{head}\s*:\s*(?=\{{)"),
-        tail=re.compile(r"\s*(?:[}\],].*)?", re.DOTALL),
+        head=re.compile(rf'(?:\s*,\s*"id"\s*:\s*"[^"]*")?[\s\[}},]*\{{\s*{head}\s*:\s*(?=\{{)'),
+        tail=re.compile(r"\s*(?:[}\],][^{]*)?"),
         fails_when_cut=True,
     )
 

@@ -161,7 +161,7 @@ _OURS: tuple[tuple[tuple[str, ...], ToolParser], ...] = (
     ),
     (("<longcat_arg_key>",), replace(_parser_of_mlx_lm("longcat"), name="longcat_tags", parse=_longcat)),
     (
-        ("<tool_sep{}>", "':opensource'"),
+        ("<tool_sep{}>", ":opensource"),
         ToolParser("hy3", "<tool_calls:opensource>", "</tool_calls:opensource>", _no_call),
     ),
     (("<tool_sep>", "<arg_key>"), ToolParser("hy3_preview", *_CALLS, _no_call)),

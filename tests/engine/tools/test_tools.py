@@ -345,6 +345,12 @@ FORMATS = [
         f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "f", "arguments": {{}}}}]</TOOLCALL>',
         [WEATHER, ("f", {})],
     ),
+    (  # as Apriel writes them
+        "json_list",
+        f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}, "id": "a}}b"}}, '
+        '{"name": "f", "arguments": {}, "id": "c"}]</TOOLCALL>',
+        [WEATHER, ("f", {})],
+    ),
     ("json_list", f'<TOOLCALL>[{{"arguments": {PARIS}, "name": "f"}}]</TOOLCALL>', [("f", WEATHER[1])]),
     (
         "cohere",
