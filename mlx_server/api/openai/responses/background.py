@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlx_server.api.openai.exchange import Exchange, Writer
 
 MAX_EVENT_BYTES = 16 * 2**20
-"""Of one response's events; the first ones are dropped. Its opening repeats up to 8 MiB of the request, its end half of that."""
+"""Of one response's events; the first ones are dropped. The opening repeats up to 8 MiB of the request, the end 4."""
 
 MAX_ENDED = 8
 """Responses whose events can still be read after their end."""

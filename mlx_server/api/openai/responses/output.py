@@ -54,7 +54,8 @@ class ResponseWriter(Writer):
         # The id is a key to what is kept, so clients cannot choose it.
         self.response_id = f"resp_{uuid.uuid4().hex}"
         self._members = {"id": self.response_id, **_members(exchange.model_name, request, exchange.sampling)}
-        self._reading = reading
+        self._echo = reading.echo
+        self._new_items = reading.new_items
         self._conversation_id = request.conversation_id
         self._conversations = stores.conversations
         self._store = None if request.store is False else stores.responses
@@ -96,7 +97,7 @@ class ResponseWriter(Writer):
 
     async def settle(self) -> None:
         if self._conversation_id is not None and self._response.status in ("completed", "incomplete"):
-            said = self._reading.new_items + self._response.output
+            said = self._new_items + self._response.output
             try:
                 await extend(self._conversations, self._conversation_id, said)
             except ServeError as error:  # it was deleted meanwhile, or the shared store has gone away
@@ -121,7 +122,7 @@ class ResponseWriter(Writer):
         )
 
     def _as(self, status: str, output: Iterable[Item] = (), **changed: Any) -> Record:
-        head = b"{%b,%b}" % (to_json({**self._members, **changed})[1:-1], self._reading.echo)
+        head = b"{%b,%b}" % (to_json({**self._members, **changed})[1:-1], self._echo)
         items = KeptItems.of(map(KeptItem.of, output))
         return Record(self.response_id, status, head, self._input_items, items)
 

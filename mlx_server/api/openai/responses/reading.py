@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -68,21 +68,27 @@ class NewItems:
         return KeptItems.of(known.get(id(item)) or KeptItem.of(item) for item in own)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    """Earlier items and those of the input, and the numbers of oldest ones that can be left out (`cut_points`). They
+    take up to thirty times the memory of kept items, so nothing holds them while the answer is generated."""
+
+    earlier: Sequence[Item]
+    items: Sequence[Item]
+    cuts: Sequence[int]
+
+
 class Reading:
-    """A response's input, with the earlier items that it continues or refers to. `call` reads it, in the thread that
-    plans the chat, and sets `echo`, `new_items` and `cuts`. The prompt has not the oldest `num_left_out` items, one of
-    `cuts`."""
+    """A response's input, with the earlier items that it continues or refers to. `call` reads it without the oldest
+    `num_left_out` items, in the thread that plans the chat, and sets `echo` and `new_items`."""
 
     def __init__(self, body: ResponsesRequest, earlier: KeptItems, referenced: Mapping[str, KeptItem]) -> None:
         self.earlier = earlier
         self.new_items = KeptItems()
         self.echo = b""
-        self.cuts: list[int] = []
         self.num_left_out = 0
         self._body = body
         self._referenced = referenced
-        self._items: list[Item] | None = None
-        self._earlier_items: list[Item] = []
 
     @classmethod
     async def open(cls, body: ResponsesRequest, stores: Stores) -> Reading:
@@ -101,21 +107,22 @@ class Reading:
 
     def call(self, images: ImageParts | None) -> ChatCall:
         """Raises `InvalidRequestError`."""
-        if self._items is None:
-            self._items = self._read(keeps_images=images is not None)
-        num, num_earlier = self.num_left_out, len(self._earlier_items)
-        items = without_oldest(self._items, num - num_earlier)
-        return self._body.call(images, items, without_oldest(self._earlier_items, num))
+        return self.write(self.parse(images), images)
 
-    def _read(self, *, keeps_images: bool) -> list[Item]:
+    def parse(self, images: ImageParts | None) -> _Parsed:
+        """Raises `InvalidRequestError`."""
         body = self._body
         self.echo = body.echo()
-        new = NewItems(body.input, self._referenced, "input", keeps_images=keeps_images)
-        self._earlier_items = [item.read() for item in self.earlier.items]
-        self.cuts = cut_points([*self._earlier_items, *new.items])
+        new = NewItems(body.input, self._referenced, "input", keeps_images=images is not None)
         if body.store is not False or body.conversation is not None:
             self.new_items = new.kept(self.earlier)
-        return new.items
+        earlier = [item.read() for item in self.earlier.items]
+        return _Parsed(earlier, new.items, cut_points([*earlier, *new.items]) if body.truncation == "auto" else ())
+
+    def write(self, parsed: _Parsed, images: ImageParts | None) -> ChatCall:
+        """Raises `InvalidRequestError`."""
+        items = without_oldest(parsed.items, self.num_left_out - len(parsed.earlier))
+        return self._body.call(images, items, without_oldest(parsed.earlier, self.num_left_out))
 
 
 async def cut_to_fit(exchange: Exchange, reading: Reading) -> None:
@@ -125,24 +132,33 @@ async def cut_to_fit(exchange: Exchange, reading: Reading) -> None:
     limit = min(exchange.engine.max_model_len, exchange.caller.tier.max_context_tokens or sys.maxsize)
     room = min(exchange.body.output_limit or limit, max(1, limit // 8))
 
+    parsed: _Parsed | None = None
+
+    def read(images: ImageParts | None) -> ChatCall:
+        nonlocal parsed
+        parsed = parsed or reading.parse(images)
+        return reading.write(parsed, images)
+
     async def fits(num_left_out: int, num_kept_free: int) -> bool:
         reading.num_left_out = num_left_out
         try:
-            prompt = await exchange.context.chats.render(exchange.engine, reading.call, exchange.turn)
+            prompt = await exchange.context.chats.render(exchange.engine, read, exchange.turn)
         except ContextLengthError:
             return False
         return len(prompt.token_ids) + num_kept_free <= limit
 
-    if await fits(0, 1) or not reading.cuts:
+    if await fits(0, 1):
         return
-    fewest, most = 0, len(reading.cuts) - 1
+    assert parsed is not None
+    cuts = (0, *parsed.cuts)
+    fewest, most = min(1, len(cuts) - 1), len(cuts) - 1
     while fewest < most:
         middle = (fewest + most) // 2
-        if await fits(reading.cuts[middle], room):
+        if await fits(cuts[middle], room):
             most = middle
         else:
             fewest = middle + 1
-    reading.num_left_out = reading.cuts[fewest]
+    reading.num_left_out = cuts[fewest]
 
 
 async def _earlier(body: ResponsesRequest, stores: Stores) -> KeptItems:
