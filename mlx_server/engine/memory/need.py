@@ -224,7 +224,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     inner = size("intermediate_size") or 4 * hidden
     is_fused = is_metal() and hidden // num_heads in FUSED_DIMS
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * max_pixels
-    num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
+    num_elements += ((size("num_masks") or _MASKS) + (0 if is_fused else num_heads)) * num_patches**2
     merge = size("spatial_merge_size", "pooling_kernel_size")
     merge = max(1, merge or _first_size(described, "spatial_merge_size", "scale_factor", "downsample_factor"))
     num_elements += _ONE_HOTS * num_patches * size("position_embedding_size")

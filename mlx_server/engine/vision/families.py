@@ -1,9 +1,7 @@
-"""How each family of models takes images: its processor, the arrays and placeholder tokens of an image, and its text in
-a prompt."""
+"""How each family of models takes images: the arrays and placeholder tokens of an image, and its text in a prompt."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_server.engine.vision.encoders import max_slice_pixels, processor_settings, square_side
+from mlx_server.engine.vision.encoders import max_slice_pixels, square_side
+from mlx_server.engine.vision.processors import (
+    DeepSeekOcrProcessor,
+    KimiProcessor,
+    MiniCpmProcessor,
+    gemma_4_processor,
+    intern_vl_processor,
+    lfm_2_processor,
+)
 from mlx_server.request import DIGEST_BYTES
-from mlx_server.runtime.models.vlm import vlm_module
 
 if TYPE_CHECKING:
     from mlx_server.engine.vision.seeing import SeeingModel
@@ -76,107 +81,6 @@ class Family:
     is_bidirectional: Callable[[Mapping[str, Any]], bool] = lambda config: False
     load_processor: Callable[[Path, Mapping[str, Any]], Any] | None = None
     """Reads the processor of a folder with this config.json; None for the one that transformers chooses."""
-
-
-def _needed_settings(folder: Path) -> dict[str, Any]:
-    if settings := processor_settings(folder):
-        return settings
-    raise FileNotFoundError("it has no settings of an image processor.")
-
-
-def processor_for_pillow(folder: Path, config: Mapping[str, Any]) -> Any:
-    from transformers import AutoImageProcessor
-
-    return AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
-
-
-def _gemma_4_processor(folder: Path, config: Mapping[str, Any]) -> Any:
-    """For Gemma 4 Unified, too, whose own needs PyTorch."""
-    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
-
-    return Gemma4ImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
-
-
-def _lfm_2_processor(folder: Path, config: Mapping[str, Any]) -> Any:
-    """mlx-vlm's: that of transformers needs PyTorch. Large images are split even if the files say otherwise, as mlx-vlm
-    does: converted folders say so for a processor that could not."""
-    theirs = vlm_module("models.lfm2_vl.processing_lfm2_vl")
-    settings = _needed_settings(folder)
-    known = {name: value for name, value in settings.items() if name not in theirs._OFFICIAL_SPLITTING_DEFAULTS}
-    return theirs.Lfm2VlNumpyImageProcessor(**known)
-
-
-def _intern_vl_processor(folder: Path, config: Mapping[str, Any]) -> Any:
-    """That of the converted models. The original ones have code of their own, and name its settings in config.json."""
-    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
-    side, settings = square_side(config), processor_settings(folder)
-    return GotOcr2ImageProcessorPil(
-        size={"height": side, "width": side},
-        min_patches=config.get("min_dynamic_patch", settings.get("min_patches", 1)),
-        max_patches=config.get("max_dynamic_patch", settings.get("max_patches", 12)),
-        image_mean=settings.get("image_mean", IMAGENET_DEFAULT_MEAN),
-        image_std=settings.get("image_std", IMAGENET_DEFAULT_STD),
-    )
-
-
-class _KimiProcessor:
-    """Kimi-VL's: sizes as in mlx-vlm's, which makes lists of all pixels, and the folder's own mean and deviation."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        theirs = vlm_module("models.kimi_vl.processing_kimi_vl").KimiVLImageProcessor
-        self._sizes = theirs(**_needed_settings(folder))
-        self.merge_size = int(self._sizes.merge_kernel_size[0])
-
-    def __call__(self, image: Any, return_tensors: str, max_pixels: int) -> dict[str, Any]:
-        sizes, side = copy.copy(self._sizes), self._sizes.patch_size
-        sizes.in_token_limit = max(1, min(sizes.in_token_limit, max_pixels // side**2))
-        scaled = np.asarray(sizes.rescale(image), np.float32) / 255
-        pixels = (scaled - np.float32(sizes.image_mean)) / np.float32(sizes.image_std)
-        height, width = pixels.shape[0] // side, pixels.shape[1] // side
-        patches = pixels.reshape(height, side, width, side, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
-        return {"pixel_values": patches, "image_grid_hws": np.array([[height, width]])}
-
-
-class _DeepSeekOcrProcessor:
-    """DeepSeek-OCR's: the whole image on a gray square, and rows of tiles if it is large; of DeepSeek-OCR-2, always.
-    Which tiles is decided by mlx-vlm."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.is_second = config["model_type"] == "deepseekocr_2"
-        settings = _needed_settings(folder)
-        self._mean, self._std = (
-            np.array(settings.get(name, [0.5] * 3), np.float32) for name in ("image_mean", "image_std")
-        )
-        self._split = vlm_module(f"models.{config['model_type']}.processing_deepseekocr").dynamic_preprocess
-
-    def __call__(self, image: Any, return_tensors: str) -> dict[str, Any]:
-        from PIL import ImageOps
-
-        side, tiles, grid = 768 if self.is_second else 640, [], (1, 1)
-        if self.is_second or max(image.size) > side:
-            fewest, most = (1, 6) if self.is_second else (2, 9)
-            tiles, grid = self._split(image, min_num=fewest, max_num=most, image_size=side)
-        gray = tuple(int(value * 255) for value in self._mean)
-        whole = ImageOps.pad(image, (1024, 1024), color=gray)
-        return {"tiles": [self._scaled(tile) for tile in tiles], "whole": self._scaled(whole), "grid": grid}
-
-    def _scaled(self, view: Any) -> Any:
-        return ((np.asarray(view, np.float32) / 255 - self._mean) / self._std).transpose(2, 0, 1)
-
-
-class _MiniCpmProcessor:
-    """MiniCPM-V's, by mlx-vlm."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        settings = _needed_settings(folder)
-        named = {f"norm_{name}": settings[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in settings}
-        theirs = vlm_module("models.minicpmv4_6.processing_minicpmv4_6").MiniCPMVImageProcessor
-        self.own = theirs(**{**named, **settings, "downsample_mode": config.get("downsample_mode", "16x")})
-
-    def __call__(self, image: Any, return_tensors: str) -> dict[str, Any]:
-        return {name: values[0] for name, values in self.own([[image]]).items()}
 
 
 def piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
@@ -400,17 +304,17 @@ _GEMMA_4 = Family(
     _lay_out_pooled,
     options=_soft_tokens,
     is_bidirectional=_says_vision,
-    load_processor=_gemma_4_processor,
+    load_processor=gemma_4_processor,
 )
 _GLM = Family(_lay_out_grid, around=("<|begin_of_image|>", "<|end_of_image|>"), options=_frames_size)
 _INTERN_VL = Family(
     _lay_out_squares,
     options=lambda model, max_pixels: {"crop_to_patches": True},
-    load_processor=_intern_vl_processor,
+    load_processor=intern_vl_processor,
 )
-_LFM_2 = Family(_lay_out_views, load_processor=_lfm_2_processor)
+_LFM_2 = Family(_lay_out_views, load_processor=lfm_2_processor)
 _IDEFICS_3 = Family(_lay_out_tiles, options=lambda model, max_pixels: {"return_row_col_info": True})
-_DEEPSEEK_OCR = Family(_lay_out_ended_views, load_processor=_DeepSeekOcrProcessor)
+_DEEPSEEK_OCR = Family(_lay_out_ended_views, load_processor=DeepSeekOcrProcessor)
 _PIXTRAL = Family(_lay_out_rows, options=_rows_unit)
 
 FAMILIES: Mapping[str, Family] = {
@@ -429,7 +333,7 @@ FAMILIES: Mapping[str, Family] = {
         _lay_out_grid,
         around=("<|media_start|>image<|media_content|>", "<|media_end|>"),
         options=lambda model, max_pixels: {"max_pixels": max_pixels},
-        load_processor=_KimiProcessor,
+        load_processor=KimiProcessor,
     ),
     "lfm2_vl": _LFM_2,
     "lfm2-vl": _LFM_2,
@@ -441,7 +345,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_unified": replace(_GEMMA_4, lay_out=_lay_out_merged),
     "deepseekocr": _DEEPSEEK_OCR,
     "deepseekocr_2": _DEEPSEEK_OCR,
-    "minicpmv4_6": Family(_lay_out_slices, load_processor=_MiniCpmProcessor),
+    "minicpmv4_6": Family(_lay_out_slices, load_processor=MiniCpmProcessor),
     "idefics3": _IDEFICS_3,
     "smolvlm": _IDEFICS_3,
     "pixtral": _PIXTRAL,

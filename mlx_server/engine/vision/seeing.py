@@ -12,7 +12,8 @@ from typing import Any
 from mlx_server.engine.recent import Recent
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.decoding import MAX_PIXELS, UnreadableImageError, decode
-from mlx_server.engine.vision.families import FAMILIES, PreparedImage, processor_for_pillow
+from mlx_server.engine.vision.families import FAMILIES, PreparedImage
+from mlx_server.engine.vision.processors import processor_for_pillow
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
 from mlx_server.request import DIGEST_BYTES

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from PIL import Image
 
 from mlx_server.config import BLOCK_SIZE, Config
-from mlx_server.engine.vision.families import FAMILIES, processor_for_pillow
+from mlx_server.engine.vision.families import FAMILIES
+from mlx_server.engine.vision.processors import processor_for_pillow
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.request import PromptImage
 from mlx_server.runtime.checks.image_families import image_token_id
