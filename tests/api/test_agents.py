@@ -94,6 +94,9 @@ def aider(section: str) -> Setup:
 
 
 DONE = "All done."
+SLOW = ("opencode", "aider")
+"""Agents that take seconds to start."""
+
 AGENTS = {
     "claude": Agent(
         "node_modules/@anthropic-ai/claude-code-*/claude",
@@ -196,8 +199,14 @@ def launched(name: str, program: Path, url: str, folder: Path) -> tuple[Sequence
     return command, Setup(environment={"PATH": path, "PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.parametrize("start", ["by_hand", "launched"])
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        pytest.param(name, start, marks=[pytest.mark.full] if start == "by_hand" and name in SLOW else [])
+        for name in AGENTS
+        for start in ("by_hand", "launched")
+    ],
+)
 async def test_a_session_of_two_tools(world: World, tmp_path: Path, name: str, start: str):
     agent = AGENTS[name]
     program = agent.installed()

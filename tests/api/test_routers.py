@@ -156,7 +156,13 @@ async def test_sixty_requests_of_which_one_server_s_goes(name: str, end: int | s
             assert endings == Counter({"done": NUM_OPEN - num_there + NUM_LATER, ended: num_there})
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("smg", marks=needs("smg")),
+        pytest.param("vllm-router", marks=[needs("vllm-router"), pytest.mark.full]),
+    ],
+)
 async def test_a_full_server_s_requests_are_answered_by_the_other(name: str, tmp_path: Path):
     async with server("full") as full, server() as other:
         await asyncio.gather(full.ready(), other.ready())

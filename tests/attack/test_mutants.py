@@ -43,7 +43,7 @@ NO_FAULT = {501, 503, 505, 507}
 @pytest.mark.parametrize(
     "num_requests",
     [
-        pytest.param(200, id="few", marks=pytest.mark.slow),
+        pytest.param(100, id="few", marks=pytest.mark.slow),
         pytest.param(NUM_ATTACKING, id="many", marks=[pytest.mark.attack, pytest.mark.timeout(3600)]),
     ],
 )

@@ -47,6 +47,15 @@ CHOOSES_ON_THE_HOST = {"dbrx"}
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 """Without those that need Metal, which may not be there."""
 
+ALIKE = {
+    *("apertus", "cohere", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4", "glm4_moe"),
+    *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "internlm3", "Klear", "lille-130m"),
+    *("mimo", "minicpm", "mistral3", "nanochat", "nemotron", "olmo2", "olmoe", "phi", "phi3"),
+    *("pixtral", "qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3"),
+    *("solar_open", "stablelm", "starcoder2", "talkie", "telechat3"),
+}
+"""Model files whose layers keep what Llama's or Qwen3's with experts keep, and read a batch as these do."""
+
 NO_MODELS = {
     *("activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline", "rope_utils", "ssm"),
     "switch_layers",
@@ -75,7 +84,7 @@ def test_at_least_110_model_files_are_served():
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=pytest.mark.slow) if name == "kimi_k3" else name for name in SERVED]
+    "architecture", [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in SERVED]
 )
 def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: Path) -> None:
     """And what its pools take was estimated from the configuration alone, without reading weights."""

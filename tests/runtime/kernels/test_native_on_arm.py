@@ -18,6 +18,7 @@ SOURCES = Path(cpu.__file__).parent
 CHECKS = Path(__file__).with_name("native_checks.cpp")
 
 
+BEST, *OLDER = instruction_sets() or [None]
 ARM = "aarch64-linux-gnu"
 EMULATOR = "qemu-aarch64-static"
 
@@ -52,7 +53,7 @@ def test_on_arm(compiler: list[str], tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.system() != "Linux", reason="Macs have no static programs")
-@pytest.mark.parametrize("isa", instruction_sets() or [None])
+@pytest.mark.parametrize("isa", [BEST, *(pytest.param(isa, marks=pytest.mark.full) for isa in OLDER)])
 def test_here(isa: str | None, tmp_path: Path):
-    """With each instruction set of this processor. So what the checks say of Arm is not their own fault."""
+    """With instruction sets of this processor. So what the checks say of Arm is not their own fault."""
     assert check([*find_compiler(), *([f"-march={isa}"] if isa else [])], [], tmp_path) == "0 wrong\n"

@@ -306,7 +306,16 @@ REFUSED = {
 """With the reason, which the error names."""
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+ALIKE = {
+    *("aya_vision", "dots_ocr", "flint", "glm4v", "granite_vision", "idefics2", "internvl_chat", "k2_horizon"),
+    *("llava_next", "mistral_large3", "molmo2", "phi4mm", "qwen3_5_text"),
+}
+"""Types whose text parts have the layers of another type here, or Llama's."""
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in SERVED]
+)
 def test_answers_in_a_crowd_are_mlx_vlms_own(model_type: str) -> None:
     subject = Subject(model_type, SERVED[model_type])
     row = check_crowd(subject)
