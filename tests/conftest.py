@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import os
 import signal
@@ -65,9 +66,11 @@ settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
-def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The user who runs the tests may have API keys at home, which servers would then require."""
-    monkeypatch.setattr("mlx_server.api.auth.keys.home", lambda: tmp_path / "home")
+def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The user who runs the tests may have API keys at home, which servers would then require. Few tests look there:
+    their folder is not made for the others."""
+    folder = functools.cache(lambda: tmp_path_factory.mktemp("home"))
+    monkeypatch.setattr("mlx_server.api.auth.keys.home", lambda: folder() / "home")
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from mlx_server.api.auth.key_file import KeyFile, Usage, parse_key
+from mlx_server.api.auth.keys import key_file_path
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.main import main
+from mlx_server.config import ServerConfig
 from mlx_server.kv_disk.disk import LOCK
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import Space
@@ -264,7 +266,7 @@ def test_a_folder_without_a_purge_is_refused_and_nothing_revoked(keys: Keys) -> 
 
 def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
     assert main(["keys", "create"]) == 0
-    assert (tmp_path / "home" / "keys.sqlite").exists()
+    assert key_file_path(ServerConfig()).exists()
     monkeypatch.setenv("MLX_SERVE_SERVER_KEY_FILE", str(tmp_path / "other.sqlite"))
     assert main(["keys", "create"]) == 0
     assert (tmp_path / "other.sqlite").exists()

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_server.api.auth.key_file import KeyFile
+from mlx_server.api.auth.keys import key_file_path
+from mlx_server.config import ServerConfig
 from mlx_server.tiers import Tier
 from tests.api.worlds import World
 
@@ -108,10 +110,10 @@ async def test_a_tier_of_admins_makes_none_of_those_without_a_key(world: World):
     assert await status(world, {"x-forwarded-for": "10.0.0.7"}) == 401
 
 
-async def test_the_first_key_closes_the_routes_for_admins(world: World, tmp_path: Path):
+async def test_the_first_key_closes_the_routes_for_admins(world: World):
     world.configure_server()
     assert await status(world, {}) == 200
-    with KeyFile.create(tmp_path / "home" / "keys.sqlite") as file:
+    with KeyFile.create(key_file_path(ServerConfig())) as file:
         key = file.add("default", "").text
     assert await status(world, {"x-api-key": key}) == 403
 

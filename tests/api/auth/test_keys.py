@@ -182,10 +182,10 @@ async def test_a_rotated_key_is_the_same_with_another_secret(keyed: Keyed):
     assert (await keyed.record(key)).num_requests == 2
 
 
-async def test_a_key_made_while_the_server_runs_closes_it_and_opens_it(world: World, tmp_path: Path):
+async def test_a_key_made_while_the_server_runs_closes_it_and_opens_it(world: World):
     world.configure_server(GOLD)  # the key file is at home, and not there yet
     assert (await world.http.get("/v1/models")).status_code == 200
-    with KeyFile.create(tmp_path / "home" / "keys.sqlite") as file:
+    with KeyFile.create(keys.key_file_path(ServerConfig())) as file:
         key = file.add("gold", "")
         assert (await world.http.get("/v1/models")).status_code == 401
         assert (await world.http.get("/v1/models", headers={"x-api-key": key.text})).status_code == 200
