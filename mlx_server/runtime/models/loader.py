@@ -191,7 +191,10 @@ def _drop_dynamic_scaling(model: Any) -> None:
 
 
 def evaluate(arrays: Sequence[mx.array]) -> Pieces[None]:
-    """Reads and converts lazy weights."""
+    """Reads and converts lazy weights. MLX thread.
+
+    mlx-lm draws initial weights for all layers before it has those of a file. The thread's random state would keep the
+    graph of these draws, since nothing computes them, so it begins again."""
     total_bytes = sum(array.nbytes for array in arrays)
     done_bytes = piece_bytes = 0
     piece: list[mx.array] = []
@@ -204,6 +207,7 @@ def evaluate(arrays: Sequence[mx.array]) -> Pieces[None]:
             piece, piece_bytes = [], 0
             yield done_bytes / total_bytes
     mx.eval(*piece)
+    mx.random.seed(0)
     yield 1.0
 
 

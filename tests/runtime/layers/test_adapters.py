@@ -219,10 +219,14 @@ def test_a_layer_computes_only_for_adapters_that_are_there() -> None:
     assert rows.columns(layout) is None
 
 
-def num_products(output: mx.array) -> int:
+def graph_of(output: mx.array) -> str:
     graph = io.StringIO()
     mx.export_to_dot(graph, output)
-    return graph.getvalue().count('label ="Matmul"')
+    return graph.getvalue()
+
+
+def num_products(output: mx.array) -> int:
+    return graph_of(output).count('label ="Matmul"')
 
 
 @pytest.mark.parametrize("num_adapters", [1, 2, 5])
@@ -376,3 +380,10 @@ def test_the_model_is_left_whole_without_adapters(tmp_path: Path) -> None:
     modules = dict(model.named_modules())
     install_adapters(model, ())
     assert dict(model.named_modules()) == modules
+
+
+def test_nothing_is_kept_of_initial_weights_that_were_replaced(tmp_path: Path) -> None:
+    """mlx-lm draws them for the model and for the adapter, and MLX's random state refers to what is not computed."""
+    folder = write_model("llama", tmp_path / "base")
+    load(str(folder), adapters=[Adapter("own", str(write_adapter(folder, tmp_path / "own")))])
+    assert "->" not in graph_of(mx.random.state[0])
