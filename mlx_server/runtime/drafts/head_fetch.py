@@ -50,7 +50,7 @@ def fetch_heads(origin: str, pattern: re.Pattern[str]) -> Path:
     except DownloadError:
         raise
     except OSError as error:
-        raise storage_error(f"the multi-token-prediction heads of {origin}", error) from error
+        raise storage_error(f"the multi-token-prediction heads of {origin}", error, folder=str(path.parent)) from error
     except Exception as error:  # of the HTTP library, or because the answer is not the expected JSON
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DownloadError(
