@@ -47,6 +47,17 @@ def test_an_eagle_is_known_by_other_names_of_its_code(name: str, tmp_path: Path)
         LLM(drafter)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_mtp", "gemma4_dflash", "dspark", "muse_glimmer_assistant"])
+def test_a_drafter_of_mlx_vlm_is_refused_by_its_kind(kind: str, tmp_path: Path) -> None:
+    """Not for what it lacks in comparison with a model: a tokenizer, or sizes."""
+    target, drafter = _FOLDERS["sglang"](tmp_path)
+    (Path(drafter) / "config.json").write_text(json.dumps({"model_type": kind, "text_config": {}}))
+    with pytest.raises(
+        ModelLoadError, match=f"^--draft-model: Drafters of the kind {kind} are not supported: take one"
+    ):
+        LLM(target, speculate="model", draft_model=drafter)
+
+
 @pytest.mark.parametrize("kind", _FOLDERS)
 def test_its_memory_is_estimated_with_what_is_kept_of_requests(kind: str, tmp_path: Path) -> None:
     target, drafter = _FOLDERS[kind](tmp_path)

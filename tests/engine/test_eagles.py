@@ -114,7 +114,11 @@ def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -
         ({"parallel_drafting": True}, r"it drafts all tokens in parallel \(P-EAGLE\), which is not supported"),
         ({"use_aux_hidden_state": False}, "it reads only the model's last hidden state, as EAGLE 1 and 2 do"),
         ({"layer_types": ["full_attention"] * 2}, "its layer_types has 2 entries for 1 layers"),
-        ({"speculators_model_type": "peagle"}, "it is a drafter of the kind peagle; of speculators, eagle3, dflash"),
+        ({"speculators_model_type": "peagle"}, "^--draft-model: Drafters of the kind peagle are not supported: take"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5 are not",
+        ),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -122,6 +126,7 @@ def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: 
     path = Path(drafter) / "config.json"
     config = json.loads(path.read_text())
     layer = config["transformer_layer_config"] | {"hidden_act": "silu", "layer_types": ["full_attention"]}
+    layer |= {"rope_parameters": None}
     changed = {"transformer_layer_config": {name: changes.get(name, value) for name, value in layer.items()}}
     path.write_text(json.dumps({**config, **changed, **changes}))
     with pytest.raises(ModelLoadError, match=reason):

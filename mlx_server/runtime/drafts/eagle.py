@@ -58,10 +58,6 @@ class EagleShape:
     @classmethod
     def of(cls, config: Mapping[str, Any], *, has_head_norms: bool = False) -> EagleShape:
         """Raises `KeyError`, `TypeError` or `ValueError` for a configuration of another kind."""
-        if (kind := config.get("speculators_model_type") or "eagle3") != "eagle3":
-            raise ValueError(
-                f"it is a drafter of the kind {kind}; of speculators, eagle3, dflash and dflash2 are supported"
-            )
         layers = eagle_layers(config)
         if (activation := layers.get("hidden_act") or "silu") != "silu":
             raise ValueError(f"its hidden_act is {activation}; only drafters with silu are supported")

@@ -165,7 +165,21 @@ def is_eagle(config: Mapping[str, Any]) -> bool:
 
 def only_drafts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model that only drafts for another one, with that one's tokenizer."""
-    return is_block_drafter(config) or is_assistant(config) or is_eagle(config) or _speculator(config) is not None
+    return is_block_drafter(config) or is_assistant(config) or is_eagle(config) or _foreign_kind(config) is not None
+
+
+_FOREIGN = re.compile(r"\w+_(mtp|dflash|dspark|assistant)|dspark")
+"""Types of mlx-vlm's drafters; those of other forms are recognized before."""
+
+
+def _foreign_kind(config: Mapping[str, Any]) -> str | None:
+    """The kind of a drafter that cannot be used here; None for others."""
+    if is_block_drafter(config) or is_assistant(config):
+        return None
+    if (kind := _speculator(config)) is not None:
+        return None if kind == "eagle3" else str(kind)
+    kind = str(config.get("model_type"))
+    return kind if _FOREIGN.fullmatch(kind) and not is_eagle(config) else None
 
 
 def drafter_layers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,13 +210,25 @@ def block_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict[str, Any], int]:
     """The configuration of a model with the layers of one that `only_drafts`, or for an assistant, which keeps no K/V,
-    its own; and how many numbers the server keeps for it of at most `max_num_seqs` running requests."""
+    its own; and how many numbers the server keeps for it of at most `max_num_seqs` running requests. Raises
+    `ModelLoadError` for a drafter of a kind that cannot be used here."""
+    if (kind := _foreign_kind(config)) is not None:
+        raise ModelLoadError(
+            f"Drafters of the kind {kind} are not supported: take one of EAGLE-3, DFlash or Gemma 4's assistants, or "
+            "the model's own heads (--speculate mtp, --mtp-from)."
+        )
     if is_assistant(config):
         return {**config}, max_num_seqs * HELD_BY_ASSISTANTS * int(config.get("backbone_hidden_size", 0))
     if is_block_drafter(config):
         layers, held = block_layers(config), num_with_features(max_num_seqs) * HELD_FEATURES
     else:
         layers, held = eagle_layers(config), max_num_seqs * HELD_STATES
+    share = (layers.get("rope_scaling") or layers).get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise ModelLoadError(
+            f"Drafters whose partial_rotary_factor is {share} are not supported: the factor must be 1; take another "
+            "drafter of this model, or none."
+        )
     layers |= {"speculators_model_type": None, "layer_types": None}
     return layers, held * int(layers.get("hidden_size", 0))
 
