@@ -35,6 +35,7 @@ from mlx_server.runtime.drafts.heads import DrafterModel, HeadModel, NoHeadsErro
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.drafts.layer_taps import FeatureStates
 from mlx_server.runtime.drafts.runner import AssistantFeed, BlockFeed, DraftingRunner, HeadFeed
+from mlx_server.runtime.kernels.trials import exhaust
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.folder import is_assistant, is_block_drafter, only_drafts, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
@@ -250,7 +251,7 @@ def _feed(head: DrafterModel, target: ModelRunner, num_requests: int) -> HeadFee
     body, make_rows = head.model, target.cache.backend.make_rows
     if isinstance(head, AssistantModel):
         for layer, num_query_heads in reads(target.cache, body):
-            layer.backend.warm_up(layer.spec, num_query_heads, sinks=None)
+            exhaust(layer.backend.warm_up(layer.spec, num_query_heads))
         size, dtype = body.post_projection.weight.shape[0], body.norm.weight.dtype
         states = HiddenStates(make_rows, num_requests, size, dtype, HELD_BY_ASSISTANTS)
         return AssistantFeed(body, states, target)

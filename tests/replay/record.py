@@ -154,8 +154,8 @@ def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | No
 class UntestedMetal(MetalBackend):
     """For steps of which nothing is computed, so that kernels cannot be tested."""
 
-    def warm_up(self, *args: Any, **options: Any) -> None:
-        pass
+    def warm_up(self, *args: Any, **options: Any) -> Iterator[float]:
+        yield from ()
 
 
 @contextmanager

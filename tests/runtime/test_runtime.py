@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Generator
 from typing import Any
 
 import mlx.core as mx
@@ -347,6 +348,11 @@ class _Broken(ReferenceBackend):
         raise RuntimeError("no such instruction")
 
 
+def test_a_self_test_is_done_in_pieces():
+    kinds = [SPEC, LayerSpec(num_kv_heads=1, key_dim=40, value_dim=24, dtype=mx.float32)]
+    assert len(list(backends.choose_in_pieces("reference", kinds))) == 2 * len(kinds), "each has two steps"
+
+
 def test_every_backend_reports_whether_it_works_here():
     reports = {report.name: report for report in backends.available_backends()}
     assert list(reports) == ["metal", "cuda", "cpu", "reference"]
@@ -490,7 +496,8 @@ class _Warmed(ReferenceBackend):
         self.warm: set[tuple[int, bool]] = set()
         self.used: dict[tuple[int, bool], bool] = {}
 
-    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
+    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> Generator[float]:
+        yield 1.0
         self.warm.add((num_query_heads, sinks is not None))
 
     def attend(self, pool: Any, queries: mx.array, *args: Any, sinks: mx.array | None = None, **options: Any) -> Any:

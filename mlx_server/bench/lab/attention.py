@@ -20,7 +20,7 @@ from mlx_server.runtime.attention.interface import AttentionBackend, IntArray, S
 from mlx_server.runtime.kernels.cpu.native import default_threads
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
-from mlx_server.runtime.kernels.trials import exact_kv, median_times
+from mlx_server.runtime.kernels.trials import exact_kv, exhaust, median_times
 
 _RUN_BLOCKS = 8
 _MAX_LAYER_BYTES = 256 * 2**20
@@ -279,7 +279,7 @@ def make_measure(worlds: Sequence[World], make_backend: MakeBackend, num_repeats
 
     def measure(variant: KernelVariant) -> tuple[float, ...] | None:
         backend = make_backend(variant)
-        backend.warm_up(shape.spec, shape.num_query_heads)
+        exhaust(backend.warm_up(shape.spec, shape.num_query_heads))
         if backend.variant(shape) != variant:
             return None
         times = (median_times([world.paged(backend)], num_repeats)[0] / world.num_layers for world in worlds)

@@ -41,7 +41,7 @@ from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice_files import dtype_name
 from mlx_server.runtime.kernels.gpu.variant_choice import store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
-from mlx_server.runtime.kernels.trials import median_times
+from mlx_server.runtime.kernels.trials import exhaust, median_times
 from mlx_server.runtime.models.blueprint import DTYPES
 
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
@@ -158,7 +158,7 @@ def _backend(name: str, shape: DecodeShape) -> AttentionBackend:
     """The backend as the server makes it: chosen by name, and warmed up with the stored variant."""
     spec = shape.spec
     backend = choose_backend(name, [spec])
-    backend.warm_up(spec, shape.num_query_heads)
+    exhaust(backend.warm_up(spec, shape.num_query_heads))
     return backend
 
 

@@ -206,7 +206,7 @@ def self_tests() -> Finding:
     rows, problems = [], []
     for spec in _specs(is_cpu):
         backend = choose_backend("auto", [spec])
-        backend.warm_up(spec, _NUM_HEADS)
+        exhaust(backend.warm_up(spec, _NUM_HEADS))
         reason = None
         if isinstance(backend, GpuBackend):
             reason = backend.supports(spec, _NUM_HEADS) or (
@@ -240,7 +240,7 @@ def _timed_dtype() -> mx.Dtype:
 def _timings() -> Finding:
     shape = DecodeShape(16, 8, 128, 128, _timed_dtype())
     backend = choose_backend("auto", [shape.spec])
-    backend.warm_up(shape.spec, shape.num_query_heads)
+    exhaust(backend.warm_up(shape.spec, shape.num_query_heads))
     cases = [Case(shape, 1, 1, 2048), Case(shape, 8, 1, 512), Case(shape, 1, 256, 1024)]
     copy = measure_copy(_COPY_BYTES)
     return Finding(render_results([measure_case(case, backend, _NUM_LAYERS, _REPEATS) for case in cases], copy))

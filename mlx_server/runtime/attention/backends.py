@@ -4,7 +4,7 @@ before it is used."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.variant_choice import load_choice
-from mlx_server.runtime.kernels.trials import exact_kv, exact_rows
+from mlx_server.runtime.kernels.trials import exact_kv, exact_rows, exhaust
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,22 @@ class BackendReport:
 def available_backends() -> list[BackendReport]:
     """All backends, best first, each tested on small layers. MLX thread."""
     spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
-    tried = {name: _try(name, [spec]) for name in _FACTORIES}
+    tried = {name: exhaust(_try(name, [spec])) for name in _FACTORIES}
     return [BackendReport(name, backend is not None, reason) for name, (backend, reason) in tried.items()]
 
 
 def choose_backend(name: str, specs: Sequence[LayerSpec]) -> AttentionBackend:
+    """`choose_in_pieces`, all at once."""
+    return exhaust(choose_in_pieces(name, specs))
+
+
+def choose_in_pieces(name: str, specs: Sequence[LayerSpec]) -> Generator[float, None, AttentionBackend]:
     """The backend called `name`, or for `auto` the first that passes its self-test on all kinds of layers in `specs`.
-    Raises `ConfigError` if the named one does not pass. MLX thread."""
+    Raises `ConfigError` if the named one does not pass. MLX thread; other models' steps may run at each yield, which is
+    of 1."""
     kinds = list(dict.fromkeys(specs))
     for candidate in _FACTORIES if name == "auto" else (name,):
-        backend, reason = _try(candidate, kinds)
+        backend, reason = yield from _try(candidate, kinds)
         if backend is not None:
             return backend
         if name != "auto":
@@ -80,7 +86,7 @@ def _was_said(name: str) -> bool:
     return name == "cpu" and mx.default_device() == mx.cpu and native.why_missing() is not None
 
 
-def _try(name: str, specs: Sequence[LayerSpec]) -> tuple[AttentionBackend | None, str | None]:
+def _try(name: str, specs: Sequence[LayerSpec]) -> Generator[float, None, tuple[AttentionBackend | None, str | None]]:
     """A backend that has passed its self-test, or the reason why it cannot be used."""
     if _is_expected_absence(name):
         return None, f"MLX does not compute on a {name.capitalize()} GPU here"
@@ -89,7 +95,7 @@ def _try(name: str, specs: Sequence[LayerSpec]) -> tuple[AttentionBackend | None
     try:
         backend = _FACTORIES[name]()
         for spec in specs:
-            error = _self_test(backend, spec)
+            error = yield from _self_test(backend, spec)
             if not error <= _TOLERANCES[spec.dtype]:
                 return None, f"its self-test is off by {error:.1e} with {spec.key_dim} head dimensions"
     except Exception as error:  # whatever the error, the next backend may work
@@ -97,7 +103,7 @@ def _try(name: str, specs: Sequence[LayerSpec]) -> tuple[AttentionBackend | None
     return backend, None
 
 
-def _self_test(backend: AttentionBackend, spec: LayerSpec) -> float:
+def _self_test(backend: AttentionBackend, spec: LayerSpec) -> Generator[float, None, float]:
     """The largest difference from the reference backend in two steps: whole prompts; then decodes and
     a prompt chunk over the K/V of the first step, with a window and sinks. The blocks are shuffled. Quantised rows hold
     numbers that quantisation keeps exactly, so the tolerance is the same."""
@@ -114,9 +120,10 @@ def _self_test(backend: AttentionBackend, spec: LayerSpec) -> float:
     keys, values = zip(*[exact_kv(rng, (end, spec.num_kv_heads, 1), spec) for end in _ENDS])
     queries = [exact_rows(rng, (end, num_heads, 1, spec.key_dim), spec.dtype, None) for end in _ENDS]
     sinks = exact_rows(rng, (num_heads,), spec.dtype, None)
-    backend.warm_up(spec, num_heads, sinks=sinks)
+    yield from backend.warm_up(spec, num_heads, sinks=sinks)
     worst = 0.0
     for starts, window in (((0, 0, 0, 0), None), (_STARTS, 24)):
+        yield 1.0
         parts = [slice(start, end) for start, end in zip(starts, _ENDS, strict=True)]
         order = sorted(requests, key=lambda r: parts[r].stop - parts[r].start != 1)
         chunks = [

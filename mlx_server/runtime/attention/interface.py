@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -186,8 +187,11 @@ class AttentionBackend(Protocol):
         their blocks from num_parts * b on. Pool and view share their content, and `state` of the pool covers its views.
         A view becomes invalid when the pool changes."""
 
-    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """Compiles and checks what such a layer needs. Call it before `attend`; further calls do nothing."""
+    def warm_up(
+        self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None
+    ) -> Generator[float, None, None]:
+        """Compiles and checks what such a layer needs. To be exhausted before `attend`; further calls do nothing. Other
+        models' steps may run at each yield, which is of 1."""
 
     def plan(self, step: StepPlan) -> Any:
         """Makes this backend's metadata from a step's plan. Called once a step for each place that layers have in
@@ -263,8 +267,10 @@ class ReferenceBackend:
     def view_pool(self, pool: RowPool, spec: LayerSpec, num_parts: int) -> RowPool:
         return pool.view(num_parts, spec.num_kv_heads, (spec.key_dim, spec.value_dim))
 
-    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        return None
+    def warm_up(
+        self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None
+    ) -> Generator[float, None, None]:
+        yield from ()
 
     def plan(self, step: StepPlan) -> ReferenceMetadata:
         chunk_slots = tuple(

@@ -18,6 +18,7 @@ from mlx_server.runtime.attention.seam import AttendsItself
 from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
 from mlx_server.runtime.cache.row_pool import KvBits, MakeRows, Rows, Slots, rotate
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from mlx_server.runtime.kernels.trials import exhaust
 
 
 class PagedLayerCache(AttendsItself):
@@ -101,7 +102,7 @@ class PagedLayerCache(AttendsItself):
             raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
         if not self._is_warm:
-            pool.backend.warm_up(self.spec, queries.shape[1], sinks=sinks)
+            exhaust(pool.backend.warm_up(self.spec, queries.shape[1], sinks=sinks))
             self._is_warm = True
         keys = None if is_written else self.keys
         if self.spec.bits is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_server.config import AUTO_KV, BLOCK_SIZE, FEWER_KV, FULL_KV
 from mlx_server.errors import ConfigError, ModelLoadError
-from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.backends import choose_in_pieces
 from mlx_server.runtime.cache.layers import attention_specs
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.checks.probe import TrialRequests
@@ -117,7 +117,7 @@ class _Measuring:
         """Stores K/V in `bits` from now on. Raises `ConfigError` if that is impossible."""
         cache = self._runner.cache
         cache.quantize(bits)
-        cache.backend = choose_backend(self._backend, attention_specs(cache.layers))
+        cache.backend = yield from choose_in_pieces(self._backend, attention_specs(cache.layers))
         return KvLoss.of(self._expected, (yield from all_logits(self._runner, self._token_ids)))
 
     def choose(self) -> Generator[float, None, None]:

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
-from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.backends import choose_in_pieces
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import attention_specs, discover_layers
 from mlx_server.runtime.checks.probe import Probe
@@ -133,7 +133,7 @@ def _check(loaded: LoadedModel, runner: ModelRunner, model: Any, rows: AdapterRo
     probe = yield from Probe.in_pieces(model, loaded.vocab_size, rows)
     layers = discover_layers(model)
     yield 1.0
-    cache = PagedKVCache(layers, choose_backend("auto", attention_specs(layers)))
+    cache = PagedKVCache(layers, (yield from choose_in_pieces("auto", attention_specs(layers))))
     trial = ModelRunner(model, cache, loaded.vocab_size, rows)
     yield 1.0
     try:

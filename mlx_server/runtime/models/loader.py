@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_server.config import FULL_KV, Config, ModelConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
-from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.backends import choose_in_pieces
 from mlx_server.runtime.attention.interface import BidirectionalBackend
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.attention.seam import install_seam
@@ -143,11 +143,13 @@ def load_in_pieces(
         no_vision = why_no_vision(folder) or NO_IMAGES
     else:
         model, config, no_vision = load_folder(folder, trust_remote_code)
+    yield 0.0
     spec = read_pooling(folder, name, config, settings.pooling)
     merged = merged_adapter(adapters)
     if merged is not None:
         apply_adapter(model, merged)
     rows = install_adapters(model, adapters if merged is None else ())
+    yield 0.0
     loaded = LoadedModel(name, model, config, folder, rows, spec, no_vision, group)
     if group is not None:
         shard_model(model, loaded.setting, group)
@@ -163,8 +165,10 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False, is
     _drop_dynamic_scaling(model)
     chosen = compute_dtype(dtype)
     kept = bfloat16_weights(model) if dtype == "auto" and native_library() is not None else ()
+    yield 0.0
     if chosen is not None:
         model.set_dtype(chosen)
+    yield 0.0
     if chosen == mx.float32:
         install_native(model, kept)
     yield 0.0
@@ -224,7 +228,7 @@ def make_runner(loaded: LoadedModel, config: Config, room: PoolRoom) -> Pieces[t
     settings, kv_bits = config.model, config.cache.kv_bits
     layers = discover_layers(loaded.model)
     yield 1.0
-    cache = PagedKVCache(layers, choose_backend(settings.attention_backend, attention_specs(layers)))
+    cache = PagedKVCache(layers, (yield from choose_in_pieces(settings.attention_backend, attention_specs(layers))))
     yield 1.0
     if settings.batch_invariant:
         yield from compute_by_row(loaded.model, cache.backend, tuple(loaded.adapters.by_name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from mlx_server.bench.lab.kernels import Result, Sweep, render_results, render_s
 from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import backends
-from mlx_server.runtime.attention.interface import ReferenceBackend
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu import choice_files
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.variant_choice import load_choice, store_choices
@@ -162,9 +162,13 @@ def test_the_server_makes_its_backends_with_the_choice(
     monkeypatch.setattr(getattr(mx, name), "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "some chip", "architecture": "applegpu_g14s"})
-    monkeypatch.setattr(
-        backends, "_self_test", lambda backend, spec: seen.append(backend.variant(DecodeShape.of(spec, 8))) or 0.0
-    )
+
+    def look(backend: Any, spec: LayerSpec) -> Generator[float, None, float]:
+        seen.append(backend.variant(DecodeShape.of(spec, 8)))
+        yield 1.0
+        return 0.0
+
+    monkeypatch.setattr(backends, "_self_test", look)
     store_choices({SHAPE: CHOICE})
     assert backends.choose_backend(name, [SHAPE.spec]).name == name
     assert seen == [CHOICE]

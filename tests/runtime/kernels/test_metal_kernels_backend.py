@@ -17,10 +17,12 @@ from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, ste
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.row_pool import KvBits
+from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, HEAD_DIMS, DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.trials import exhaust
 from tests.attention_worlds import ALL_BITS, EIGHT
 from tests.device_memory import active_bytes
 
@@ -291,10 +293,19 @@ def test_results_of_pipelined_steps_equal_synchronous_ones() -> None:
 def test_every_self_test_passes(dtype: mx.Dtype, dim: int) -> None:
     backend = make_backend()
     spec = LayerSpec(num_kv_heads=2, key_dim=dim, value_dim=dim, dtype=dtype)
-    backend.warm_up(spec, NUM_HEADS, sinks=mx.zeros((NUM_HEADS,), dtype))
-    backend.warm_up(spec, NUM_HEADS)
+    exhaust(backend.warm_up(spec, NUM_HEADS, sinks=mx.zeros((NUM_HEADS,), dtype)))
+    exhaust(backend.warm_up(spec, NUM_HEADS))
     assert backend.supports(spec, NUM_HEADS) is None
     assert not backend.needs_synchronous_steps
+
+
+def test_other_steps_may_run_between_the_tests_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested: list[str] = []
+    names = ["write_failure", "decode_failure", "shared_failure"]
+    for name in names:
+        monkeypatch.setattr(gpu_backend, name, lambda *_, name=name: tested.append(name))
+    assert [len(tested) for _ in make_backend().warm_up(SPEC, NUM_HEADS)] == [1, 2]
+    assert tested == names
 
 
 @pytest.mark.parametrize("bits", [None, *ALL_BITS], ids=str)
@@ -303,7 +314,7 @@ def test_nothing_is_compiled_after_warm_up(bits: KvBits | None) -> None:
     emulator = Emulator(toolchain())
     backend = MetalBackend(emulator.metal_kernel, num_cores=40)
     spec = dataclasses.replace(SPEC, dtype=mx.float16, bits=bits)
-    backend.warm_up(spec, NUM_HEADS)
+    exhaust(backend.warm_up(spec, NUM_HEADS))
     warm = set(emulator.sources)
     attend_all(backend, spec)
     pool = backend.make_pool(spec, 64)
@@ -401,7 +412,7 @@ def test_scatters_do_not_copy_a_pool_when_steps_wait() -> None:
 def test_a_decode_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     backend = faulty({"paged_decode": (("end - block * BLOCK", "end - block * BLOCK - 1"),)})
     with caplog.at_level(logging.WARNING):
-        backend.warm_up(SPEC, NUM_HEADS)
+        exhaust(backend.warm_up(SPEC, NUM_HEADS))
         outs = attend_all(backend)
     check_equal(outs, attend_all(ReferenceBackend()))
     reason = backend.supports(SPEC, NUM_HEADS)
@@ -422,7 +433,7 @@ def test_a_pipeline_that_allows_fewer_threads_gets_fewer() -> None:
         return call
 
     backend = MetalBackend(limited, num_cores=4)
-    backend.warm_up(SPEC, NUM_HEADS)
+    exhaust(backend.warm_up(SPEC, NUM_HEADS))
     variant = backend.variant(DecodeShape.of(SPEC, NUM_HEADS))
     assert variant is not None
     assert variant.threads(DecodeShape.of(SPEC, NUM_HEADS)) == 64

@@ -31,6 +31,7 @@ from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import read_rows
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.trials import exhaust
 from tests.attention_worlds import ALL_BITS, EIGHT, EIGHT_FOUR, FOUR
 from tests.runtime.kernels.test_metal_kernels_backend import NUM_BLOCKS, NUM_HEADS, STEPS, attend_all, check_equal
 
@@ -174,7 +175,7 @@ def test_a_decode_kernel_that_is_wrong_is_not_used(old: str, new: str, caplog: p
     backend = MetalBackend(Emulator(toolchain(), mutations=mutations).metal_kernel, num_cores=4)
     spec = spec_of(EIGHT, key_dim=96, value_dim=96)
     with caplog.at_level(logging.WARNING):
-        backend.warm_up(spec, NUM_HEADS)
+        exhaust(backend.warm_up(spec, NUM_HEADS))
         outs = attend_all(backend, spec)
     assert "metal decodes gather K/V instead of reading it in place: attention over a context" in caplog.text
     check_equal(outs, attend_all(ReferenceBackend(), spec))

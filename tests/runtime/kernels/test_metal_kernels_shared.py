@@ -18,6 +18,7 @@ from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape, shared_tiles, shared_variant
+from mlx_server.runtime.kernels.trials import exhaust
 from tests.attention_worlds import EIGHT, EIGHT_FOUR, FOUR
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -147,7 +148,7 @@ def test_a_shared_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixt
     backend = MetalBackend(emulator.metal_kernel, num_cores=4)
     shape = shape_of(4, 64)
     with caplog.at_level(logging.WARNING):
-        backend.warm_up(shape.spec, shape.num_query_heads)
+        exhaust(backend.warm_up(shape.spec, shape.num_query_heads))
     assert "metal reads K/V once for each row and gathers drafts: attention over a context of" in caplog.text
     assert backend.refusals == ()
     check_decode(backend, decode_world(backend, shape, **TREE))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,8 +123,11 @@ class CpuBackend:
             fields=_fields(spec, pool.keys, pool.values),
         )
 
-    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
+    def warm_up(
+        self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None
+    ) -> Generator[float, None, None]:
         """Nothing to do: one compilation is for all shapes."""
+        yield from ()
 
     def plan(self, step: StepPlan) -> CpuMetadata:
         """Raises `ValueError` for impossible blocks, which the native code does not check."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from operator import itemgetter
 from typing import cast
 
@@ -132,17 +132,21 @@ class GpuBackend:
             self._variants[shape] = variant
         return self._variants[shape]
 
-    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """Compiles and tests every kernel that such a layer can use. Raises as `make_pool` does."""
+    def warm_up(
+        self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None
+    ) -> Generator[float, None, None]:
+        """Compiles and tests every kernel that such a layer can use, one after another. Raises as `make_pool` does."""
         shape = DecodeShape.of(spec, num_query_heads)
         kind = shape, None if sinks is None else sinks.dtype
         if kind in self._warm:
             return
         self._writes(spec)
+        yield 1.0
         scores = Scores(shape.key_dim**-0.5, sinks)
         failure = self._prove(shape, self.variant(shape), scores, self._variants, decode_failure)
         if failure is not None:
             self._refuse(shape, failure)
+        yield 1.0
         failure = self._prove(shape, self._shared_variant(shape), scores, self._shared_variants, shared_failure)
         if failure is not None:
             self._shared_failures[shape] = failure
