@@ -10,7 +10,6 @@ Errors of routes, of middleware and of streams that have begun all come here, so
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,6 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from mlx_server import errors
-
-logger = logging.getLogger(__name__)
 
 ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"

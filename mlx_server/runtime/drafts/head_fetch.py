@@ -49,9 +49,10 @@ def fetch_heads(origin: str, pattern: re.Pattern[str]) -> Path:
         os.replace(partial, path)
     except DownloadError:
         raise
-    except OSError as error:
-        raise storage_error(f"the multi-token-prediction heads of {origin}", error, folder=str(path.parent)) from error
-    except Exception as error:  # of the HTTP library, or because the answer is not the expected JSON
+    except Exception as error:  # of the disk, of the HTTP library, or because the answer is not the expected JSON
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+            heads = f"the multi-token-prediction heads of {origin}"
+            raise storage_error(heads, error, folder=str(path.parent)) from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DownloadError(
             f"Cannot fetch the multi-token-prediction heads of {origin} ({reason}). Check --mtp-from and the "

@@ -310,7 +310,9 @@ def test_a_disk_that_takes_no_heads_is_named(hub: _Hub, tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "home" / "heads").iterdir()] == ["owner--original.safetensors"]
 
 
-def test_what_cannot_be_fetched_is_reported_and_leaves_nothing(hub: _Hub, tmp_path: Path) -> None:
+def test_what_cannot_be_fetched_is_reported_and_leaves_nothing(
+    hub: _Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Path(head_folder(tmp_path / "model", "qwen3_5_moe"))
     (folder / "mtp.safetensors").unlink()
     with pytest.raises(DownloadError, match="owner/nothing has no weights in safetensors files"):
@@ -323,6 +325,10 @@ def test_what_cannot_be_fetched_is_reported_and_leaves_nothing(hub: _Hub, tmp_pa
     hub.knows_ranges = False
     with pytest.raises(DownloadError, match="does not support byte ranges"):
         find_heads(folder, "model", "owner/original")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match=r"Cannot fetch .* heads of owner/original .*offline.*--mtp-from"):
+        find_heads(folder, "model", "owner/original")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub.shutdown()
     hub.server_close()
     with pytest.raises(DownloadError, match=r"Cannot fetch .* heads of owner/original .*--mtp-from"):
