@@ -8,11 +8,12 @@ import socket
 from typing import Any
 
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from mlx_server.api.app import create_app
 from mlx_server.api.http import sse
 from mlx_server.api.http.listener import listen
+from mlx_server.api.openai import exchange
 from mlx_server.config import Config, ServerConfig
 from tests.api.fakes import say
 from tests.api.sse import bodies
@@ -106,16 +107,9 @@ async def test_a_template_makes_the_same_bytes(text: str):
         assert sse.Template(event).fill(text) == event(text)
 
 
-async def test_all_that_is_there_at_one_time_is_one_piece(world: World):
-    """Of several choices, and of tokens that came while the client took nothing."""
-    sent: list[bytes] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message.get("body", b""))
-        await asyncio.sleep(0.01)  # the others' tokens come meanwhile
-
-    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "n": 4}
-    text = json.dumps(body).encode()
+async def stream_to(send: Send, world: World, **body: Any) -> None:
+    """A streamed chat of a client that takes messages as `send` does."""
+    text = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True, **body}).encode()
     requests = [{"type": "http.request", "body": text, "more_body": False}]
 
     async def receive() -> Message:
@@ -125,9 +119,49 @@ async def test_all_that_is_there_at_one_time_is_one_piece(world: World):
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
     scope |= {"query_string": b"", "http_version": "1.1", "client": ("127.0.0.1", 1), "server": None, "scheme": "http"}
     await create_app(world.pool, Config())(scope, receive, send)
+
+
+async def test_all_that_is_there_at_one_time_is_one_piece(world: World):
+    """Of several choices, and of tokens that came while the client took nothing."""
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        await asyncio.sleep(0.01)  # the others' tokens come meanwhile
+
+    await stream_to(send, world, n=4)
     pieces = [piece for piece in sent if b'"content":"' in piece]
     assert max(len(bodies(piece.decode())) for piece in pieces) == 4
     assert sum(len(bodies(piece.decode())) for piece in pieces) > 2 * len(pieces)
+
+
+async def test_log_probabilities_that_a_slow_client_kept_waiting_leave_in_turns(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the event loop, so that other streams go on in between."""
+    monkeypatch.setattr(exchange, "MAX_POSITIONS", 3)
+    sent: list[tuple[int, int]] = []  # how many positions, in which turn
+    num_turns = 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    async def send(message: Message) -> None:
+        num_positions = message.get("body", b"").count(b'"top_logprobs"')
+        if num_positions:
+            sent.append((num_positions, num_turns))
+            await asyncio.sleep(0.01)  # the others' tokens come meanwhile
+
+    counting = asyncio.create_task(count())
+    await stream_to(send, world, logprobs=True, n=8)
+    counting.cancel()
+    sizes, turns = zip(*sent)
+    assert max(sizes) == 3
+    assert sizes.count(3) > 2
+    assert len(set(turns)) == len(turns)
 
 
 async def test_events_with_names():
