@@ -274,7 +274,8 @@ def find(prog: str, node: Command | Group, argv: Sequence[str]) -> tuple[str, Co
         return prog, node, argv
     name = argv[0]
     if name not in node.commands:
-        raise UsageError(f"unknown command {name}{did_you_mean(name, node.commands)} (see `{prog} --help`)")
+        hint = did_you_mean(name, node.commands) or f"; there are {', '.join(node.commands)}"
+        raise UsageError(f"unknown command {name}{hint} (see `{prog} --help`)")
     return find(f"{prog} {name}", node.commands[name], argv[1:])
 
 

@@ -119,6 +119,7 @@ def test_an_interrupt_ends_quietly(probe, capsys):
     ("argv", "words"),
     [
         (["prob"], "unknown command prob; did you mean probe?"),
+        (["start"], "unknown command start; there are probe (see"),
         (["--nope"], "unknown argument --nope"),
         (["probe", "--lvel", "1"], "unknown argument --lvel; did you mean --level?"),
         (["probe", "--lev", "1"], "unknown argument --lev; did you mean --level?"),
