@@ -149,6 +149,9 @@ _BODY_WORDS = {
 }
 
 
+_NO_OBJECT = frozenset({"model_attributes_type", "model_type", "dict_type"})
+
+
 def validation_info(problems: Sequence[Any]) -> ErrorInfo:
     """The 400 for a body or query that does not fit its schema; `param` is the path of the first problem."""
     lines = []
@@ -158,7 +161,8 @@ def validation_info(problems: Sequence[Any]) -> ErrorInfo:
             continue
         where = dotted(problem["loc"])
         detail = problem.get("ctx", {}).get("error")
-        message = str(problem["msg"]).removeprefix("Value error, ")
+        is_no_object = problem["type"] in _NO_OBJECT
+        message = "Input should be an object" if is_no_object else str(problem["msg"]).removeprefix("Value error, ")
         what = f"{message}: {detail}" if problem["type"] == "json_invalid" else message
         lines.append((f"{where}: {what}" if where else what) + _got(problem))
     first = dotted(problems[0]["loc"]) if problems else ""

@@ -183,6 +183,12 @@ async def test_a_body_that_is_no_object_says_so(world: World, path: str, content
     assert response.json()["error"]["message"] == message
 
 
+async def test_what_should_be_an_object_is_called_so(world: World):
+    response = await world.http.post("/v1/chat/completions", json={"messages": ["Hi"], "logit_bias": []})
+    message = response.json()["error"]["message"]
+    assert message == 'logit_bias: Input should be an object; messages[0]: Input should be an object, got "Hi"'
+
+
 async def test_a_wrong_value_is_shown_unless_it_is_long(world: World):
     for value, shown in ((0, "than or equal to 1, got 0"), ("two", 'integer, got "two"'), ("x" * 100, "valid integer")):
         assert (await world.chat(n=value)).json()["error"]["message"].endswith(shown)
