@@ -39,7 +39,8 @@ _LEAST_CHARS = _MAX_CACHED_CHARS // 128
 """What a grammar counts at least, so that at most 128 are kept."""
 
 _MAX_REMEMBERED_CHARS = 4 * 2**20
-"""Limits what grammars are remembered to be written from: an agent's tools take some ten thousand characters."""
+"""Limits the grammars that are remembered as written, with what they were written from: an agent's tools take some ten
+thousand characters, and their grammar may take ten times as many."""
 
 _STACK_BYTES = 256 * 2**20
 """Three times what the deepest grammars of `MAX_SOURCE_CHARS` need; a stack overflow in native code ends the process.
@@ -78,11 +79,14 @@ class GrammarCompiler:
         self._cache = Recent[StructuredSpec, CompiledGrammar](
             _MAX_CACHED_CHARS, lambda spec, grammar: max(len(spec.source), _LEAST_CHARS)
         )
-        self._written = Recent[str, Any](_MAX_REMEMBERED_CHARS, lambda given, written: len(given))
+        self._written = Recent[str, Any](
+            _MAX_REMEMBERED_CHARS, lambda given, written: max(len(given) + len(written.spec.source), _LEAST_CHARS)
+        )
 
     def written(self, write: Callable[..., T], given: Mapping[str, Any]) -> T:
-        """What `write(**given)` returns. Clients send the same tools at every turn, and to write their grammar may take
-        half a second; so the most recent results are kept. `given` is JSON, and one engine has one `write`."""
+        """What `write(**given)` returns, which has a grammar as its `spec`. Clients send the same tools at every turn,
+        and to write their grammar may take half a second; so the most recent results are kept. `given` is JSON, and one
+        engine has one `write`."""
         key = json.dumps(given)
         written: T | None = self._written.get(key)
         if written is None:

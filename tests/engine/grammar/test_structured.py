@@ -8,6 +8,7 @@ import random
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -55,6 +56,18 @@ def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(name: str) -> N
         COMPILER.compile(spec_of(json=schema))
     assert caught.value.param == "structured_outputs.json"
     assert caught.value.message.startswith("structured_outputs.json cannot be compiled: ")
+
+
+def test_what_is_remembered_as_written_is_limited_by_the_length_of_the_grammars() -> None:
+    compiler, asked = GrammarCompiler(WORLD), []
+
+    def write(number: int) -> SimpleNamespace:
+        asked.append(number)
+        return SimpleNamespace(spec=StructuredSpec(StructuredKind.LARK, "a" * 100_000))
+
+    for number in (*range(50), 49, 0):
+        compiler.written(write, {"number": number})
+    assert asked == [*range(50), 0]
 
 
 def test_nesting_without_end_is_refused() -> None:
