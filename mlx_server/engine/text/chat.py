@@ -27,7 +27,6 @@ from mlx_server.engine.text.template_repairs import (
     developer_as_system,
     one_call_a_turn,
     tools_as_text,
-    tools_in_message,
 )
 from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
@@ -194,8 +193,7 @@ class ChatFormatter:
             shown = [_PROBE in (self._tried(template, parts, [_QUESTION], None) or "") for parts in (False, True)]
             needs_parts = shown == [False, True]
             # Many templates write any role, whether the model was trained on it or not.
-            known = set() if "developer" in template else {developer_as_system}
-            known |= {tools_in_message} if "message['tools']" in template else set()
+            known = frozenset() if "developer" in template else {developer_as_system}
             shows = partial(self._tried, template, needs_parts)
             end = self._tokenizer.hf.eos_token
             repairs = find_repairs(shows, self.dialect, end, frozenset(known))

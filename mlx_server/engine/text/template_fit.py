@@ -51,6 +51,7 @@ from mlx_server.engine.text.template_repairs import (
     text_before_calls,
     thoughts_once,
     tools_as_text,
+    tools_in_message,
 )
 from mlx_server.engine.tools.parser import ToolCallExtractor
 
@@ -204,7 +205,7 @@ _TRIALS = (
     _Trial([_message("developer", "developer-1"), _QUESTION], developer_as_system),
     _Trial([_SYSTEM, _message("system", "system-2"), _QUESTION], one_system_message),
     _Trial([_QUESTION, _ANSWER, _SYSTEM, _FOLLOW_UP], late_system_as_user, (late_system_as_user, merge_neighbours)),
-    _Trial([_QUESTION], system_for_tools, bare_tools, tools_as_text, tools=_TOOLS),
+    _Trial([_QUESTION], system_for_tools, tools_in_message, bare_tools, tools_as_text, tools=_TOOLS),
     _Trial([_SYSTEM, _QUESTION], tools_as_text, tools=_TOOLS),
     _Trial(
         [*_CALLED, _ANSWER, _FOLLOW_UP],

@@ -219,6 +219,14 @@ def test_the_next_turn_shows_a_call_as_the_model_writes_it_and_the_call_is_read(
     assert "".join(call.arguments_fragment for call in written) == '{"place": "north"}{"place": "south"}'
 
 
+def test_a_template_that_takes_tools_itself_and_in_messages_is_given_them_once() -> None:
+    chat = formatter(template_of("unsloth-DeepSeek-V4-Flash"))
+    messages, tools = CHATS["tools"]
+    prompt = chat.format(messages, tools).text
+    assert "### Available Tool Schemas" in prompt
+    assert prompt.count('"look_at"') == 1
+
+
 @pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "google-gemma-4-26B-A4B-it"])
 def test_what_gemma_4_said_before_a_call_comes_before_it_once(name: str) -> None:
     chat = formatter(template_of(name), "<|channel>", "<channel|>")
