@@ -125,9 +125,13 @@ _JSON_TAGS = ToolFormat(
 )
 
 
+_MEMBER = r'"\w+"\s*:\s*(?:"[^"]*"|[\w.+-]+)'
+"""Ids, and whatever else models add to a call."""
+
+
 def _json_list(head: str, before: str, number: str | None = None) -> ToolFormat:
-    """A list of JSON objects, one for each call. `head` is a regex for what is in an object before the arguments; an id
-    may follow them."""
+    """A list of JSON objects, one for each call. `head` is a regex for what is in an object right before the arguments;
+    other members may precede it and follow them."""
     return ToolFormat(
         before=before,
         after="}",
@@ -135,7 +139,7 @@ def _json_list(head: str, before: str, number: str | None = None) -> ToolFormat:
         number=number,
         around=("[", "]"),
         names=None,
-        head=re.compile(rf'(?:\s*,\s*"id"\s*:\s*"[^"]*")?[\s\[}},]*\{{\s*{head}\s*:\s*(?=\{{)'),
+        head=re.compile(rf"(?:\s*,\s*{_MEMBER})*[\s\[}},]*\{{\s*(?:{_MEMBER}\s*,\s*)*{head}\s*:\s*(?=\{{)"),
         tail=re.compile(r"\s*(?:[}\],][^{]*)?"),
         fails_when_cut=True,
     )
@@ -241,7 +245,7 @@ FORMATS = {
     "mistral_list": replace(_JSON_LIST, around=(" [", "]")),
     "cohere": replace(
         _json_list(
-            rf'(?:"tool_call_id"\s*:\s*"[^"]*"\s*,\s*)?"tool_name"\s*:\s*{_JSON_NAME}\s*,\s*"parameters"',
+            rf'"tool_name"\s*:\s*{_JSON_NAME}\s*,\s*"parameters"',
             '\n    {{"tool_call_id": "',
             '", "tool_name": {json_name}, "parameters": ',
         ),

@@ -44,8 +44,10 @@ def _longcat(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _lines_of_python(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-    calls = ", ".join(map(ast.unparse, ast.parse(text.strip()).body))
-    return pythonic.parse_tool_call(f"[{calls}]")
+    """mlx-lm's parser searches with a regex where it cannot read a call, and takes several calls for one."""
+    lines = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
+    calls = [call for line in lines for call in (line.elts if isinstance(line, ast.List | ast.Tuple) else [line])]
+    return [pythonic._parse_call(call) for call in calls]
 
 
 def _actions(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:

@@ -352,6 +352,12 @@ FORMATS = [
         [WEATHER, ("f", {})],
     ),
     ("json_list", f'<TOOLCALL>[{{"arguments": {PARIS}, "name": "f"}}]</TOOLCALL>', [("f", WEATHER[1])]),
+    (  # with members as in OpenAI's calls
+        "json_list",
+        f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}, "type": "function", "id": 0}}, '
+        '{"id": 1, "type": "function", "name": "f", "arguments": {}}]</TOOLCALL>',
+        [WEATHER, ("f", {})],
+    ),
     (
         "cohere",
         f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}},\n'
@@ -359,6 +365,12 @@ FORMATS = [
         [WEATHER, ("f", {})],
     ),
     ("cohere", f'<|START_ACTION|>[{{"parameters": {PARIS}, "tool_name": "f"}}]<|END_ACTION|>', [("f", WEATHER[1])]),
+    (
+        "cohere",
+        f'<|START_ACTION|>[{{"tool_name": "get_weather", "parameters": {PARIS}}}, '
+        '{"tool_call_id": 1, "tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+        [WEATHER, ("f", {})],
+    ),
     (
         "apertus",
         f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"f": {{}}}}]',
@@ -370,6 +382,7 @@ FORMATS = [
         '<function_calls>get_weather(city="Paris")\nf(a=null, b=[true, "x\\ny"])</function_calls>',
         [WEATHER, ("f", {"a": None, "b": [True, "x\ny"]})],
     ),
+    ("olmo3", '<function_calls>[get_weather(city="Paris"), f()]</function_calls>', [WEATHER, ("f", {})]),
     (
         "hy3",
         "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
@@ -454,6 +467,12 @@ def test_every_format(name: str, text: str, calls: list[tuple[str, Any]]) -> Non
     parser = parser_named(name)
     assert parsed(text, parser) == ("", calls)
     assert parsed(f"I will look. {text}", parser) == ("I will look. ", calls)
+
+
+@pytest.mark.parametrize("text", ['get_weather("Paris")', "get_weather(city='Paris')\nf(at=Oslo)", "f(**{'a': 1})"])
+def test_lines_of_python_that_cannot_be_read_are_no_other_calls(text: str) -> None:
+    text = f"<function_calls>{text}</function_calls>"
+    assert parsed(text, parser_named("olmo3")) == (text, [])
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), FORMATS)
