@@ -37,7 +37,9 @@ def unqualified(name: str, namespace: str) -> str:
 
 def referenced_ids(value: str | Sequence[Item]) -> set[str]:
     """The ids of items that the input refers to instead of sending them."""
-    ids = (item.get("id") for item in value if not isinstance(item, str) and _is_reference(item))
+    if isinstance(value, str):
+        return set()
+    ids = (item.get("id") for item in value if _is_reference(item))
     return {item_id for item_id in ids if isinstance(item_id, str)}
 
 

@@ -15,6 +15,7 @@ from openai.types.responses import Response
 
 from mlx_server.api.app import create_app
 from mlx_server.api.errors import NotFoundError
+from mlx_server.api.openai.responses.items import referenced_ids
 from mlx_server.api.openai.responses.store import KeptItem, KeptItems, KeptRecords, Record, RecordStore
 from mlx_server.config import Config
 from tests.api.fakes import say
@@ -534,3 +535,13 @@ async def test_a_response_is_there_only_for_the_key_that_made_it(world: World):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
     assert (await world.http.get(mine, headers={"x-api-key": "ours"})).json()["id"] == response_id
     assert (await world.http.post(path, json=following, headers=ours)).status_code == 200
+
+
+async def test_a_text_is_not_searched_for_references():
+    class Text(str):
+        __slots__ = ()
+
+        def __iter__(self) -> Any:
+            raise AssertionError("this would stall all streams for seconds")
+
+    assert referenced_ids(Text("Hi")) == set()
