@@ -65,6 +65,11 @@ class ResponseWriter(Writer):
         self._items = OutputItems({tool.name: tool for tool in request.client_tools()}, reasoning)
         self._numbers = itertools.count()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, while the response is in progress."""
+        return self._response.num_bytes + len(self._echo)
+
     def body(self) -> bytes:
         """The response as it is now."""
         return self._response.body()

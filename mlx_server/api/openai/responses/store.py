@@ -145,28 +145,36 @@ def total_bytes(items: Iterable[KeptItem]) -> int:
 
 @dataclass(slots=True)
 class OwnerRecords:
-    """One owner's records of a kind on this server, the most recently used last."""
+    """One owner's records of a kind on this server: those that have ended, the most recently used last, with their
+    bytes, and those in progress. What generates these holds them anyway, so they are neither counted nor pushed out."""
 
     records: OrderedDict[str, Record] = field(default_factory=OrderedDict)
+    in_progress: dict[str, Record] = field(default_factory=dict)
     num_bytes: int = 0
 
+    def __contains__(self, record_id: str) -> bool:
+        return record_id in self.records or record_id in self.in_progress
+
     def put(self, record: Record) -> None:
-        known = self.records.get(record.id)
-        self.num_bytes += record.num_bytes - (0 if known is None else known.num_bytes)
-        self.records[record.id] = record
+        self.drop(record.id)
+        if record.is_in_progress:
+            self.in_progress[record.id] = record
+        else:
+            self.records[record.id] = record
+            self.num_bytes += record.num_bytes
 
     def find(self, record_id: str) -> Record | None:
         """The record, or None; finding it is a use."""
-        found = self.records.get(record_id)
-        if found is not None:
+        if record_id in self.records:
             self.records.move_to_end(record_id)
-        return found
+            return self.records[record_id]
+        return self.in_progress.get(record_id)
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """The kept items with these ids; finding them is a use of their records. Streams go on between one record and
         the next, since all of them may have a million items."""
         found: dict[str, KeptItem] = {}
-        for record in list(reversed(self.records.values())):
+        for record in [*self.in_progress.values(), *reversed(self.records.values())]:
             if len(found) == len(ids):
                 break
             new = {item.id: item for item in record.items.items if item.id in ids and item.id not in found}
@@ -178,6 +186,8 @@ class OwnerRecords:
 
     def drop(self, record_id: str) -> bool:
         """Forgets a record; returns whether it was kept."""
+        if self.in_progress.pop(record_id, None) is not None:
+            return True
         dropped = self.records.pop(record_id, None)
         self.num_bytes -= 0 if dropped is None else dropped.num_bytes
         return dropped is not None
@@ -309,7 +319,7 @@ class KeptRecords:
 
     def update(self, record: Record) -> None:
         """Replaces it, unless it was deleted."""
-        if record.id in self._owned.records:
+        if record.id in self._owned:
             self.put(record)
 
     async def change(self, record_id: str, change: Callable[[Record], Record]) -> Record:
@@ -318,7 +328,7 @@ class KeptRecords:
         for _ in range(_MAX_CHANGES):
             known = await self.get(record_id)
             changed = change(known)
-            if record_id in self._owned.records:
+            if record_id in self._owned:
                 self.put(changed)
                 return changed
             if await self._ask(_PUT, f"{self._kind} {record_id}", *_put_arguments(changed)):

@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from mlx_server.api.openai.responses import background
 from mlx_server.errors import EngineDeadError, OverloadedError
+from tests.api.fakes import say
 from tests.api.worlds import World, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -137,14 +139,22 @@ async def test_it_is_added_to_its_conversation(world: World):
     assert [item.type for item in (await items.list(made.id)).data] == ["message", "message"]
 
 
+def response_id_of(answer: httpx.Response) -> str:
+    """Of a stream."""
+    return str(json.loads(answer.text.split("data: ")[1].split("\n")[0])["response"]["id"])
+
+
+async def stream_to_its_end(world: World, key: str = "") -> str:
+    answer = await world.http.post("/v1/responses", json={**BODY, "stream": True}, headers={"x-api-key": key})
+    response_id = response_id_of(answer)
+    await until(lambda: not world.context.background.is_running(response_id))
+    return response_id
+
+
 async def test_events_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "MAX_EVENT_BYTES", 3000)
     monkeypatch.setattr(background, "MAX_ENDED", 2)
-    ids = []
-    for _ in range(3):
-        answer = await world.http.post("/v1/responses", json={**BODY, "stream": True})
-        ids.append(json.loads(answer.text.split("data: ")[1].split("\n")[0])["response"]["id"])
-        await until(lambda: not world.context.background.is_running(ids[-1]))
+    ids = [await stream_to_its_end(world) for _ in range(3)]
     found = [await world.http.get(f"/v1/responses/{response_id}?stream=true") for response_id in ids]
     assert [answer.json()["error"]["param"] for answer in found] == ["stream", "starting_after", "starting_after"]
     first_kept = int(found[2].json()["error"]["message"].split("starting_after to ")[1].split()[0]) + 1
@@ -153,10 +163,84 @@ async def test_events_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch)
     assert len(rest.text) <= 3000
 
 
+async def test_no_key_s_events_push_out_those_of_another(world: World, monkeypatch: pytest.MonkeyPatch):
+    world.configure_server(api_key="ours", admin_key="theirs")
+    monkeypatch.setattr(background, "MAX_ENDED", 2)
+    kept = await stream_to_its_end(world, "ours")
+    answer = await world.http.get(f"/v1/responses/{kept}?stream=true", headers={"x-api-key": "ours"})
+    ids = [await stream_to_its_end(world, "theirs") for _ in range(3)]
+
+    async def statuses() -> list[int]:
+        asked = [(kept, "ours"), *((response_id, "theirs") for response_id in ids)]
+        return [
+            (await world.http.get(f"/v1/responses/{each}?stream=true", headers={"x-api-key": key})).status_code
+            for each, key in asked
+        ]
+
+    assert await statuses() == [200, 400, 200, 200]
+    monkeypatch.setattr(background, "MAX_ENDED_BYTES", 3 * len(answer.content))
+    ids.append(await stream_to_its_end(world, "theirs"))
+    assert await statuses() == [200, 400, 400, 200, 200]
+    monkeypatch.setattr(background, "MAX_ENDED_BYTES", 2 * len(answer.content) + 10)
+    ids.append(await stream_to_its_end(world, "theirs"))
+    assert await statuses() == [200, 400, 400, 400, 400, 200]
+
+
+async def test_what_is_in_progress_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "MAX_RUNNING_BYTES", 8000)
+    world.configure_server(api_key="ours", admin_key="theirs")
+    world.engine.gate.clear()
+    body = {**BODY, "metadata": {"a": "x" * 1000}}
+
+    async def post(key: str) -> httpx.Response:
+        return await world.http.post("/v1/responses", json=body, headers={"x-api-key": key})
+
+    answers = [await post("ours") for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
+    assert "responses in the background would hold" in answers[-1].text
+    assert (await post("theirs")).status_code == 200, "within an equal share"
+    assert (await post("theirs")).status_code == 429
+    for response_id in [answer.json()["id"] for answer in answers[:2]]:
+        cancelled = await world.http.post(f"/v1/responses/{response_id}/cancel", headers={"x-api-key": "ours"})
+        assert cancelled.status_code == 200
+        await until(lambda: not world.context.background.is_running(response_id))  # noqa: B023
+    assert (await post("ours")).status_code == 200
+    world.engine.gate.set()
+    await world.settle()
+
+
+async def test_events_that_nobody_can_read_are_not_kept(world: World):
+    world.engine.gate.clear()
+    begun = await world.openai.responses.create(**BODY)
+    assert world.context.background._running[begun.id].num_bytes == 0
+    world.engine.gate.set()
+    await until(lambda: not world.context.background.is_running(begun.id))
+    assert not world.context.background._ended
+
+
+async def test_a_response_in_progress_is_kept_however_many_follow(world: World):
+    world.engine.pause_after = 3
+    begun = await world.openai.responses.create(**BODY)
+    await until(lambda: world.engine.num_paused)
+    world.engine.pause_after = None
+    world.context.records.max_records = 2
+    for _ in range(3):
+        await world.openai.responses.create(model="fake", input="Hi")
+    assert (await world.openai.responses.cancel(begun.id)).status == "cancelled"
+    await world.settle()
+
+
+async def test_a_long_stream_is_read_in_pieces(world: World):
+    world.engine.script = say("word " * 300)
+    response_id = await stream_to_its_end(world)
+    whole = (await world.http.get(f"/v1/responses/{response_id}?stream=true")).text
+    assert numbers(whole) == list(range(len(numbers(whole))))
+    assert len(numbers(whole)) > 3 * background._AT_ONCE
+
+
 async def test_only_its_key_reads_its_events(world: World):
     world.configure_server(api_key="ours", admin_key="theirs")
     answer = await world.http.post("/v1/responses", json={**BODY, "stream": True}, headers={"x-api-key": "ours"})
-    response_id = json.loads(answer.text.split("data: ")[1].split("\n")[0])["response"]["id"]
-    path = f"/v1/responses/{response_id}?stream=true"
+    path = f"/v1/responses/{response_id_of(answer)}?stream=true"
     assert (await world.http.get(path, headers={"x-api-key": "theirs"})).status_code == 404
     assert (await world.http.get(path, headers={"x-api-key": "ours"})).text == answer.text

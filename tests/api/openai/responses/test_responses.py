@@ -439,6 +439,24 @@ async def test_one_owner_cannot_push_out_what_another_keeps():
     assert [await modest.find(name) is not None for name in "abcdefgh"] == [False] * 3 + [True] * 5
 
 
+async def test_what_is_in_progress_is_not_pushed_out_and_counts_when_it_has_ended():
+    store = RecordStore(max_records=2)
+    kept, owned = KeptRecords(store, None, "owner"), store.of("response", "owner")
+    kept.put(replace(stored("r", num_items=5), status="in_progress"))
+    assert owned.num_bytes == 0
+    for name in "abc":
+        kept.put(stored(name))
+    assert (await kept.get("r")).is_in_progress
+    assert (await kept.find_items(["r1"])).keys() == {"r1"}
+    kept.update(stored("r", num_items=5))
+    assert list(owned.records) == ["c", "r"]
+    assert owned.num_bytes == sum(record.num_bytes for record in owned.records.values())
+    kept.put(replace(stored("s"), status="in_progress"))
+    await kept.delete("s")
+    kept.update(stored("s"))
+    assert await kept.find("s") is None
+
+
 async def test_a_response_that_grows_is_counted_again():
     store = RecordStore()
     kept, owned = KeptRecords(store, None, "owner"), store.of("response", "owner")
