@@ -102,10 +102,9 @@ class ResponseWriter(Writer):
 
     async def settle(self) -> None:
         if self._conversation_id is not None and self._response.status in ("completed", "incomplete"):
-            said = self._new_items + self._response.output
             try:
-                await extend(self._conversations, self._conversation_id, said)
-            except ServeError as error:  # it was deleted meanwhile, or the shared store has gone away
+                await extend(self._conversations, self._conversation_id, self._new_items, self._response.output)
+            except ServeError as error:  # it was deleted or filled meanwhile, or the shared store has gone away
                 logger.warning("The response %s was not added to its conversation: %s", self.response_id, error)
         if self._store is not None:
             await self._store.settle()

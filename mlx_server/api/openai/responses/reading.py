@@ -184,11 +184,16 @@ def check_room(items: KeptItems, max_bytes: int, field: str) -> None:
         )
 
 
-async def extend(conversations: KeptRecords, conversation_id: str, items: KeptItems) -> Record:
-    """Adds items to a conversation, without those that it has already. Raises like `KeptRecords.change`."""
+async def extend(
+    conversations: KeptRecords, conversation_id: str, new: KeptItems, output: KeptItems | None = None
+) -> Record:
+    """Adds items to a conversation, without those that it has already, and an answer. Raises like
+    `KeptRecords.change`, and `InvalidRequestError` if it has no room for the items: others may have come meanwhile."""
 
     def extended(record: Record) -> Record:
         known = {item.id for item in record.input.items}
-        return replace(record, input=record.input + KeptItems.of(item for item in items.items if item.id not in known))
+        longer = record.input + KeptItems.of(item for item in new.items if item.id not in known)
+        check_room(longer, conversations.max_bytes, "items")
+        return replace(record, input=longer + (output or KeptItems()))
 
     return await conversations.change(conversation_id, extended)

@@ -204,6 +204,22 @@ async def test_a_conversation_is_bounded(world: World, monkeypatch: pytest.Monke
     assert (await world.http.post("/v1/responses", json={"input": "x", "conversation": made})).status_code == 200
 
 
+async def test_requests_at_the_same_time_do_not_exceed_the_bounds_together(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(reading, "MAX_MESSAGES", 4)
+    path = "/v1/conversations"
+    made = (await world.http.post(path, json={})).json()["id"]
+    world.engine.gate.clear()
+    body = {"input": [said("One"), said("Two")], "conversation": made}
+    asking = [asyncio.create_task(world.http.post("/v1/responses", json=body)) for _ in range(3)]
+    await until(lambda: len(world.engine.requests) == len(asking))
+    world.engine.gate.set()
+    assert [(await answering).status_code for answering in asking] == [200] * 3
+    assert len((await world.http.get(f"{path}/{made}/items")).json()["data"]) == 3
+    assert len([record for record in caplog.records if "would have 5 items" in record.getMessage()]) == 2
+
+
 async def test_a_conversation_is_there_only_for_the_key_that_made_it(world: World):
     world.configure_server(api_key="ours", admin_key="theirs")
     ours, theirs = {"x-api-key": "ours"}, {"x-api-key": "theirs"}
