@@ -119,6 +119,10 @@ def test_a_quantized_drafter_with_the_models_embeddings_drafts(tmp_path: Path) -
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor is 0.5 are not",
         ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.25},
+            "partial_rotary_factor is 0.25 are not",
+        ),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_a_drafter_of_another_model_is_refused(changes: dict[str, Any], reason: 
     path = Path(drafter) / "config.json"
     config = json.loads(path.read_text())
     layer = config["transformer_layer_config"] | {"hidden_act": "silu", "layer_types": ["full_attention"]}
-    layer |= {"rope_parameters": None}
+    layer |= dict.fromkeys(("rope_parameters", "rope_scaling", "partial_rotary_factor"))
     changed = {"transformer_layer_config": {name: changes.get(name, value) for name, value in layer.items()}}
     path.write_text(json.dumps({**config, **changed, **changes}))
     with pytest.raises(ModelLoadError, match=reason):

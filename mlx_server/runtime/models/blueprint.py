@@ -25,7 +25,7 @@ from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.checks.image_families import IMAGE_FAMILIES, TEXT_ONLY, not_served
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
-from mlx_server.runtime.models.folder import added_token_id, only_drafts, read_headers, read_model_json
+from mlx_server.runtime.models.folder import added_token_id, only_drafts, read_headers, read_model_json, refuse_foreign
 from mlx_server.runtime.models.vision_towers import TOWER_FAMILIES, tower_classes
 from mlx_server.runtime.vision import ReadsImages
 
@@ -35,10 +35,6 @@ _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
 _ENCODER = "an encoder, which gives vectors or classes of a text; for vectors, see docs/embeddings.md"
 _SPEECH = "it transcribes or generates speech, and this server is for text"
 _PICTURES = "it compares or generates images, and this server is for text"
-_HEADS = (
-    "multi-token-prediction heads in mlx-vlm's form, which are not read; serve their model with --speculate mtp, and "
-    "name its original, which has them, with --mtp-from"
-)
 _OTHER_KINDS = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "deberta-v2", "electra"), _ENCODER),
     **dict.fromkeys(("whisper", "wav2vec2", "speecht5", "parakeet"), _SPEECH),
@@ -54,12 +50,13 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[type[nn.Module], Any]:
     """mlx-lm's classes for the model and for its arguments; mlx-vlm's if mlx-lm has none. With the vision encoder
     (`sees`) mlx-vlm's, or mlx-lm's with mlx-vlm's encoder. Raises `ModelLoadError` if neither knows `config`."""
+    refuse_foreign(config)
     if only_drafts(config):
         raise ModelLoadError("It only drafts for another model: name that one, and this with --draft-model.")
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration has no model_type; add it to config.json.")
-    kind = _HEADS if model_type.endswith("_mtp") else _OTHER_KINDS.get(model_type)
+    kind = _OTHER_KINDS.get(model_type)
     if kind is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
     others = _vlm_classes(config) if sees or not _is_in_mlx_lm(model_type) else None

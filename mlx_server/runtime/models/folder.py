@@ -182,6 +182,15 @@ def _foreign_kind(config: Mapping[str, Any]) -> str | None:
     return kind if _FOREIGN.fullmatch(kind) and not is_eagle(config) else None
 
 
+def refuse_foreign(config: Mapping[str, Any]) -> None:
+    """Raises `ModelLoadError` for a config.json of a drafter that cannot be used here."""
+    if (kind := _foreign_kind(config)) is not None:
+        raise ModelLoadError(
+            f"Drafters of the kind {kind} are not supported: take one of EAGLE-3, DFlash or Gemma 4's assistants, or "
+            "the model's own heads as its makers publish them (--speculate mtp, --mtp-from)."
+        )
+
+
 def drafter_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the layers of a drafter, which vLLM's speculators have in an object of its own. Rope is in
     the older form of the two that transformers has had; if it differs by the types of the model's layers, speculators
@@ -212,18 +221,15 @@ def drafter_as_model(config: Mapping[str, Any], max_num_seqs: int) -> tuple[dict
     """The configuration of a model with the layers of one that `only_drafts`, or for an assistant, which keeps no K/V,
     its own; and how many numbers the server keeps for it of at most `max_num_seqs` running requests. Raises
     `ModelLoadError` for a drafter of a kind that cannot be used here."""
-    if (kind := _foreign_kind(config)) is not None:
-        raise ModelLoadError(
-            f"Drafters of the kind {kind} are not supported: take one of EAGLE-3, DFlash or Gemma 4's assistants, or "
-            "the model's own heads (--speculate mtp, --mtp-from)."
-        )
+    refuse_foreign(config)
     if is_assistant(config):
         return {**config}, max_num_seqs * HELD_BY_ASSISTANTS * int(config.get("backbone_hidden_size", 0))
     if is_block_drafter(config):
         layers, held = block_layers(config), num_with_features(max_num_seqs) * HELD_FEATURES
     else:
         layers, held = eagle_layers(config), max_num_seqs * HELD_STATES
-    share = (layers.get("rope_scaling") or layers).get("partial_rotary_factor") or 1.0
+    rope = layers.get("rope_scaling")
+    share = {**layers, **(rope if isinstance(rope, dict) else {})}.get("partial_rotary_factor") or 1.0
     if share != 1.0:
         raise ModelLoadError(
             f"Drafters whose partial_rotary_factor is {share} are not supported: the factor must be 1; take another "

@@ -209,11 +209,17 @@ def test_a_name_with_a_tag_asks_for_the_file():
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("bert", "an encoder"), ("whisper", "speech"), ("clip", "images"), ("qwen3_5_mtp", "prediction heads .*mtp-from")],
+    [("bert", "an encoder"), ("whisper", "speech"), ("clip", "images")],
 )
 def test_what_is_no_language_model_is_named_for_what_it_is(kind, words):
     with pytest.raises(ModelLoadError, match=f"a model of type {kind}: .*{words}"):
         model_classes({"model_type": kind})
+
+
+def test_heads_in_mlx_vlms_form_are_no_model():
+    words = "kind qwen3_5_mtp are not supported: .*own heads as its makers publish them .*--mtp-from"
+    with pytest.raises(ModelLoadError, match=words):
+        model_classes({"model_type": "qwen3_5_mtp"})
 
 
 def test_weights_that_are_no_numbers_are_named():
