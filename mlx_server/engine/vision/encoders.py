@@ -17,7 +17,10 @@ def encoder_pixels(folder: Path | None, config: Mapping[str, Any], max_pixels: i
     if model_type in _SQUARES and (side := square_side(config)):
         return side**2
     most = _MOST_PIXELS.get(str(model_type))
-    return max_pixels if folder is None or most is None else min(max_pixels, most(processor_settings(folder), config))
+    if folder is None or most is None:
+        return max_pixels
+    pixels = most(processor_settings(folder), config)
+    return pixels if model_type in _ENLARGED else min(max_pixels, pixels)
 
 
 def encoder_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,6 +82,9 @@ _MOST_PIXELS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], int]
     "minicpmv4_6": max_slice_pixels,
 }
 """By the processor's settings and config.json, where more than `--max-image-pixels` bounds them."""
+
+_ENLARGED = ("lfm2_vl", "lfm2-vl", "minicpmv4_6")
+"""Families whose processors make small images larger, up to their own limit."""
 
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma3n": {"elements_for_a_pixel": 600},

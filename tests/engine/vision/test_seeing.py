@@ -435,6 +435,16 @@ def test_the_encoder_gets_no_more_pixels_than_are_booked(tmp_path: Path, folder:
     assert max(piece.inputs["pixel_values"].size for piece in found.pieces) <= 3 * most
 
 
+@pytest.mark.parametrize("folder", [LFM_2, MINICPM], ids=lambda folder: folder.config["model_type"])
+@pytest.mark.parametrize("size", [(640, 480), (60, 10), (1, 1)])
+def test_images_that_are_made_larger_than_the_limit_are_booked(
+    tmp_path: Path, folder: VisionFolder, size: tuple[int, int]
+):
+    found = load(folder, tmp_path).prepare(encoded(picture(size=size)), 256)
+    most = encoder_pixels(tmp_path, folder.config, 256)
+    assert max(piece.inputs["pixel_values"].size for piece in found.pieces) <= 3 * most
+
+
 def test_every_family_takes_images_of_one_pixel_and_thin_ones(tmp_path: Path):
     for name, folder in FOLDERS.items():
         (tmp_path / name).mkdir()
