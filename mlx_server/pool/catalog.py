@@ -176,7 +176,7 @@ class Catalog:
         """Raises `ModelNotFoundError` that lists the offers of a model, if only the adapter in the name is unknown."""
         base = name.rpartition(":")[0] or name
         for spec in self._specs.values():
-            if base in (spec.names.base, *spec.aliases):
+            if base in (spec.names.base, *spec.aliases) and self._known(spec.name) is not None:
                 raise ModelNotFoundError(name, f"There is {', '.join(offer.name for offer in spec.offers())}.")
 
     def _find_folder(self, name: str) -> Path | None:

@@ -244,8 +244,12 @@ async def test_a_model_whose_folder_is_gone_is_there_as_long_as_it_is_loaded(wor
     assert await world.token_ids("own:mine") == world.plain("one")
     await world.pool.unload("own", 0.0)
     assert not set(offers) & {offer.name for offer in await world.pool.offered()}
-    for name in offers:
+    for name in (*offers, "own:other"):
         assert (await world.ask(name)).status_code == 404
+        status, error = await world.post("load", lora_name=f"{name}:new", lora_path=str(world.paths["two"]))
+        assert status == 404
+        assert error["message"].startswith(f"The model `{name}` does not exist.")
+        assert "There is" not in error["message"]
 
 
 async def test_an_unload_of_the_model_ends_a_load_of_an_adapter(world: TwoModels, monkeypatch: pytest.MonkeyPatch):
