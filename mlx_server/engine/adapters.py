@@ -14,7 +14,7 @@ from mlx_server.engine.loading import check_unchanged
 from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.engine.parts import EngineParts
 from mlx_server.engine.pieces import free_failed, in_pieces
-from mlx_server.errors import InsufficientMemoryError, ModelLoadError, OverloadedError
+from mlx_server.errors import InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.request import Request, RequestStatus
@@ -66,8 +66,8 @@ class LiveAdapters:
 
     async def load(self, adapter: Adapter, num_bytes: int) -> None:
         """From the return on, requests may name the adapter, whose key is known and which takes `num_bytes`. Steps run
-        meanwhile. Raises `ModelLoadError` for one that does not fit the model, `InsufficientMemoryError`, and
-        `OverloadedError` if the model is unloaded."""
+        meanwhile. Raises `ModelLoadError` for one that does not fit the model or whose files change,
+        `InsufficientMemoryError`, what fetching raises, and `OverloadedError` if the model is unloaded."""
         task = self._start(self._load(adapter, num_bytes))
         await asyncio.wait((task,))
         if task.cancelled():
@@ -108,7 +108,7 @@ class LiveAdapters:
                 await self._add(adapter, num_bytes)
             try:
                 await in_daemon_thread(lambda: check_unchanged((adapter,)))
-            except ModelLoadError:
+            except ServeError:
                 self._start(self._free(adapter.key))
                 raise
             before = self._keys.get(adapter.name)

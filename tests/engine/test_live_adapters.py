@@ -20,7 +20,7 @@ from mlx_server.engine.loading import find_content
 from mlx_server.engine.memory.need import adapter_bytes
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest
-from mlx_server.errors import InsufficientMemoryError, ModelLoadError
+from mlx_server.errors import DownloadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import CompletionDelta
 from tests.adapter_files import plain_model, save_as_peft, write_adapter, write_model
@@ -151,6 +151,23 @@ async def test_files_that_are_overwritten_while_they_are_loaded_are_refused(tmp_
         await until(lambda: (engine._loaded_parts().share.need, kinds(engine)) == (need, plain))
         await load(engine, "own", own)
         assert (await answers(engine, ["own"]))["own"] == wanted(folder, other)
+
+
+async def test_files_that_are_gone_from_the_hubs_cache_once_they_are_loaded_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model("llama", tmp_path / "base")
+    own = write_adapter(folder, tmp_path / "own")
+
+    def refetch(_: object) -> None:
+        raise DownloadError("The hub cannot be reached.")
+
+    monkeypatch.setattr("mlx_server.engine.adapters.check_unchanged", refetch)
+    async with serving(folder) as engine:
+        need, plain = engine._loaded_parts().share.need, kinds(engine)
+        with pytest.raises(DownloadError):
+            await load(engine, "own", own)
+        await until(lambda: (engine._loaded_parts().share.need, kinds(engine)) == (need, plain))
 
 
 async def test_files_that_are_overwritten_while_their_model_is_loaded_are_refused(tmp_path: Path) -> None:
