@@ -17,7 +17,7 @@ from virtual_threads import run_virtually
 
 from mlx_server.bench.serve import command
 from mlx_server.bench.serve.client import CHAT, RequestRecord, StreamClient, Target, Tier
-from mlx_server.bench.serve.report import ARRAYS, render, render_summary, summarise
+from mlx_server.bench.serve.report import ARRAYS, describe_requests, render, render_summary, summarise
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, describe_intrusion, measure, send_all
 from mlx_server.bench.serve.workloads import SHAPES, Prompts, Session, Shape, Span, Turn, user_message
 from mlx_server.cli.main import main
@@ -187,6 +187,12 @@ def test_failed_requests_count_nowhere_but_in_failed():
     table = render_summary(summary)
     assert "| TTFT |" in table
     assert re.search(r"good requests +\| +1 of 2 \|", table)
+
+
+def test_each_request_is_described_from_the_first_one_on():
+    found = describe_requests([record(10.0, [10.25, 10.75]), record(10.5, [11.5], error="HTTP 503")])
+    names = ("start_times", "ttfts", "itls", "output_lens", "errors")
+    assert [found[name] for name in names] == [[0.0, 0.5], [0.25, 0.0], [[0.5], []], [2, 0], ["", "HTTP 503"]]
 
 
 def test_a_request_of_one_token_meets_any_limit_of_tpot():
