@@ -109,12 +109,7 @@ class TaggedWriter:
         """Matches a list or an object in tags, or as JSON if the schema does not say what is in it."""
         rule = self._writer.declare("tags")
         self._written[(json.dumps((schema, [kind])),)] = rule  # the schema may refer to itself
-        narrow = {
-            key: [branch for branch in schema[key] if kind in self._types.types(branch).kinds]
-            for key in ("anyOf", "oneOf")
-            if isinstance(schema.get(key), list)
-        }
-        inner = (self._members if kind == "object" else self._items)({**schema, **narrow})
+        inner = (self._members if kind == "object" else self._items)(schema)
         value = rule if inner is not None else self._new_json(schema, [kind])
         self._writer.define(rule, inner or value or '""')
         return value

@@ -49,7 +49,8 @@ _NAMES = {
 class Arguments:
     """The arguments that a function's schema lists itself, through `$ref` and `allOf`, and in branches of `anyOf` and
     `oneOf`. Those of several branches may be given together; `required` are those that all of them require. One that is
-    listed several times may be any of these, but what the schema around them says of it comes first.
+    listed several times may be any of these, but what the schema around them says of it comes first. Branches that are
+    no objects do not count.
 
     Raises `RecursionError`.
     """
@@ -59,6 +60,7 @@ class Arguments:
         self._root = root
         self._listed: dict[str, dict[int, Any]] = {}  # by the argument's name and the schema's identity
         self._known: dict[str, set[str]] = {}  # what the targets of references require
+        self._types = TypeResolver(root)
         self.required = self._add(root if schema is None else schema)
 
     @property
@@ -84,7 +86,7 @@ class Arguments:
                 self._known[reference] = add(referenced(self._root, reference))
             required |= self._known[reference]
         for key in ("anyOf", "oneOf"):
-            branches = [add(branch) for branch in _items(schema, key)]
+            branches = [add(branch) for branch in _items(schema, key) if "object" in self._types.types(branch).kinds]
             required |= set.intersection(*branches) if branches else set()
         return required
 

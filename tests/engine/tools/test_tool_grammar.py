@@ -275,11 +275,11 @@ def test_lists_and_objects_are_in_tags_as_far_as_their_schema_goes() -> None:
         "type": "object",
         "properties": {
             "at": {"$ref": "#/$defs/points"},
-            "either": {"anyOf": [{"type": "null"}, point]},
+            "either": {"$ref": "#/$defs/either"},
             "free": {"type": "object"},
         },
         "required": ["at", "either", "free"],
-        "$defs": {"points": {"type": "array", "items": point}},
+        "$defs": {"points": {"type": "array", "items": point}, "either": {"anyOf": [{"type": "null"}, point]}},
     }
     outputs = written("minimax_m3", [tool("f", parameters)], range(60), is_parallel=False)
     assert len(outputs) >= 20
