@@ -154,11 +154,12 @@ class ToolCallExtractor:
         return scan.rest
 
     def _read_body(self, text: str) -> str:
+        searched = max(0, len(self._body) - len(self._parser.end))
         self._body += text
         rest = self._read_head()
         if rest is not None:
             return rest
-        end = self._body.find(self._parser.end) if self._parser.end else -1
+        end = self._body.find(self._parser.end, searched) if self._parser.end else -1
         if self._parameters is not None:
             rest = self._read_parameters(self._parameters, self._body if end < 0 else self._body[:end])
             if rest is not None:

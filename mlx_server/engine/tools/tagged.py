@@ -87,11 +87,14 @@ class TaggedCallReader:
             if end < 0:
                 self._searched = max(self._searched, len(body) - len(closing) + 1)
             return end, end + len(closing)
-        for tag in tag_of(self._parameter.namespace).finditer(body, self._searched):
+        namespace = self._parameter.namespace
+        for tag in tag_of(namespace).finditer(body, self._searched):
             self._searched = tag.end()
             if tag[1] and self._depth == 0:
                 return tag.start(), tag.end()
             self._depth += -1 if tag[1] else 1
+        begun = body.find(namespace, self._searched)
+        self._searched = begun if begun >= 0 else max(self._searched, len(body) - len(namespace) + 1)
         return -1, -1
 
     def _types_of(self, name: str, key: str, is_text: str | None) -> ValueTypes:

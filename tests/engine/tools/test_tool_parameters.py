@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -376,6 +377,14 @@ def test_what_is_nested_too_deeply_is_a_text() -> None:
     text = minimax_3(("any", "]<]minimax[>[<a>" * 5000 + "]<]minimax[>[</a>" * 5000))
     ((_, arguments),) = read("minimax_m3", [text])
     assert isinstance(arguments["any"], str)
+
+
+def test_each_piece_of_a_long_argument_is_searched_once() -> None:
+    text = minimax_3(("any", f"]<]minimax[>[<a>{'a < b [ ' * 50_000}]<]minimax[>[</a>"))
+    started = time.process_time()
+    _, ((_, fragments),) = streamed("minimax_m3", [text[at : at + 5] for at in range(0, len(text), 5)])
+    assert time.process_time() - started < 3, "quadratic, it takes more than five seconds"
+    assert len(json.loads("".join(fragments))["any"]["a"]) == 400_000
 
 
 def test_several_calls_of_one_region_follow_the_first() -> None:
