@@ -203,6 +203,7 @@ _GEMMA = ToolFormat(
     names=re.compile(r"[\w-]+"),
     special=('<|"|>',),
 )
+_PYTHON_NAME = rf"(?!(?:{'|'.join(keyword.kwlist)})(?:\.|$))[A-Za-z_]\w*"
 _PYTHONIC = ToolFormat(
     before="{name}(",
     after=")",
@@ -216,7 +217,7 @@ _PYTHONIC = ToolFormat(
         is_escaped=True,
         booleans=("true", "false", "True", "False"),
         nulls=("null", "None"),
-        keys=re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})$)[A-Za-z_]\w*", re.ASCII),
+        keys=re.compile(_PYTHON_NAME, re.ASCII),
     ),
     around=("[", "]"),
     names=re.compile(r"[A-Za-z_][\w.]*"),
@@ -338,7 +339,12 @@ FORMATS = {
     "gemma4": _GEMMA,
     "function_gemma": replace(_GEMMA, notation=replace(_GEMMA_NOTATION, quote="<escape>"), special=("<escape>",)),
     "pythonic": _PYTHONIC,
-    "olmo3": replace(_PYTHONIC, separator="\n", around=("", "")),
+    "olmo3": replace(
+        _PYTHONIC,
+        separator="\n",
+        around=("", ""),
+        names=re.compile(rf"{_PYTHON_NAME}(?:\.{_PYTHON_NAME})*", re.ASCII),
+    ),
     "harmony": ToolFormat(
         before="{name} <|constrain|>json<|message|>",
         is_opened=True,

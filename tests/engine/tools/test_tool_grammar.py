@@ -388,6 +388,7 @@ def test_a_call_behind_reasoning_stands_in_its_own_channel() -> None:
         ("muse_spark", tool("f"), "cannot be forced", "tool_choice"),
         ("function_gemma", tool("a.b"), "tools[0].function.name is 'a.b'", "tools[0].function.name"),
         ("pythonic", tool("a-b"), "tools[0].function.name is 'a-b'", "tools[0].function.name"),
+        ("olmo3", tool("import"), "tools[0].function.name is 'import'", "tools[0].function.name"),
         ("qwen3_coder", tool("a b"), "tools[0].function.name is 'a b'", "tools[0].function.name"),
         (
             "glm47",
