@@ -84,9 +84,15 @@ def cut_points(items: Sequence[Item]) -> list[int]:
     return cuts
 
 
-def without_oldest(items: Sequence[Item], num: int) -> list[Item]:
-    """The items without the first `num`; of these, instructions stay."""
-    return [*(item for item in items[: max(0, num)] if item.get("role") in _INSTRUCTING), *items[max(0, num) :]]
+def left_out(items: Sequence[Item], num: int) -> set[int]:
+    """Which of normalised items go when the first `num` are left out: not the instructions, nor the user's message
+    that the others follow, without which a model does not know what they are for, and templates fail."""
+    gone = [index for index, item in enumerate(items[:num]) if item.get("role") not in _INSTRUCTING]
+    follower = next((item for item in items[num:] if item.get("role") not in _INSTRUCTING), None)
+    asked = None
+    if follower is None or follower.get("role") != "user":
+        asked = next((index for index in reversed(gone) if items[index].get("role") == "user"), None)
+    return {index for index in gone if index != asked}
 
 
 def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:

@@ -17,10 +17,10 @@ from mlx_server.api.http.request_bounds import MAX_BODY_BYTES, MAX_MESSAGES
 from mlx_server.api.openai.exchange import Exchange
 from mlx_server.api.openai.responses.items import (
     cut_points,
+    left_out,
     normalise_input,
     referenced_ids,
     with_own_ids,
-    without_oldest,
 )
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, KeptRecords, Record, total_bytes
@@ -70,11 +70,11 @@ class NewItems:
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """Earlier items and those of the input, and the numbers of oldest ones that can be left out (`cut_points`). They
-    take up to thirty times the memory of kept items, so nothing holds them while the answer is generated."""
+    """Earlier items and then those of the input, and the numbers of oldest ones that can be left out (`cut_points`).
+    They take up to thirty times the memory of kept items, so nothing holds them while the answer is generated."""
 
-    earlier: Sequence[Item]
     items: Sequence[Item]
+    num_earlier: int
     cuts: Sequence[int]
 
 
@@ -116,13 +116,17 @@ class Reading:
         new = NewItems(body.input, self._referenced, "input", keeps_images=images is not None)
         if body.store is not False or body.conversation is not None:
             self.new_items = new.kept(self.earlier)
-        earlier = [item.read() for item in self.earlier.items]
-        return _Parsed(earlier, new.items, cut_points([*earlier, *new.items]) if body.truncation == "auto" else ())
+        items = [*(item.read() for item in self.earlier.items), *new.items]
+        return _Parsed(items, len(self.earlier.items), cut_points(items) if body.truncation == "auto" else ())
 
     def write(self, parsed: _Parsed, images: ImageParts | None) -> ChatCall:
         """Raises `InvalidRequestError`."""
-        items = without_oldest(parsed.items, self.num_left_out - len(parsed.earlier))
-        return self._body.call(images, items, without_oldest(parsed.earlier, self.num_left_out))
+        gone = left_out(parsed.items, self.num_left_out)
+        earlier, items = list[Item](), list[Item]()
+        for index, item in enumerate(parsed.items):
+            if index not in gone:
+                (earlier if index < parsed.num_earlier else items).append(item)
+        return self._body.call(images, items, earlier)
 
 
 async def cut_to_fit(exchange: Exchange, reading: Reading) -> None:

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from mlx_server.api.openai.responses.items import cut_points
+from mlx_server.api.openai.responses.items import cut_points, left_out
+from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.tiers import Tier
+from tests import models_tested
 from tests.api.worlds import World
+from tests.text_worlds import make_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -51,7 +54,7 @@ async def test_as_few_of_the_oldest_items_as_possible_are_left_out(world: World)
     assert 0 < num_kept < len(LONG)
     assert prompt.endswith(f"{LONG[-1]['content']}<|end|><|user|>Last<|end|><|assistant|>")
     kept = [items[0], *LONG[len(LONG) - num_kept :], items[-1]]
-    more = [items[0], *LONG[len(LONG) - num_kept - 1 :], items[-1]]
+    more = [items[0], *LONG[len(LONG) - num_kept - 2 :], items[-1]]
     lengths = [await num_tokens(world, input=each, instructions="Be nice.") for each in (kept, more)]
     assert lengths[0] == len(world.engine.requests[-1].prompt_token_ids)
     assert lengths[0] <= 350 < lengths[1], "an eighth of the context is left for the answer"
@@ -102,9 +105,8 @@ async def test_the_context_of_the_key_s_tier_counts(world: World):
     tiers = {**world.context.config.tiers}
     world.configure(replace(world.context.config, tiers={**tiers, "default": replace(tiers["small"], name="default")}))
     world.engine.max_model_len = 10_000
-    answer = await world.http.post(
-        "/v1/responses", json={"input": LONG, "truncation": "auto"}, headers={"x-api-key": "k"}
-    )
+    body = {"input": [*LONG, said("Last")], "truncation": "auto"}
+    answer = await world.http.post("/v1/responses", json=body, headers={"x-api-key": "k"})
     assert answer.status_code == 200, answer.text
     assert len(world.engine.requests[-1].prompt_token_ids) <= 105
 
@@ -121,10 +123,33 @@ async def test_no_call_is_separated_from_its_output():
     assert cut_points([*shells, said("a"), said("b")]) == [3, 4]
 
 
+async def test_the_question_that_the_rest_follows_stays():
+    items = [said("a"), said("b", "assistant"), said("c", "system"), said("d"), called("1"), called("1", "x"), said("e")]
+    left = [[index for index in range(len(items)) if index not in left_out(items, num)] for num in range(len(items))]
+    assert left[:3] == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6]]
+    assert left[3:] == [[2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, 5, 6], [2, 6]]
+
+
+async def test_an_agent_s_steps_are_left_out_but_not_its_task(world: World):
+    """Qwen 3.5's template refuses chats without a question."""
+    template = models_tested.TEMPLATES / "Qwen3.5-4B.jinja"
+    world.engine.tokenizer = make_tokenizer(chat_template=template.read_text())
+    world.engine.chat = ChatFormatter(world.engine.tokenizer)
+    steps = [item for number in range(20) for item in (called(str(number)), called(str(number), f"out-{number}"))]
+    body = {"input": [said("The task"), *steps], "tools": [{"type": "function", "name": "f"}]}
+    world.engine.max_model_len = 100_000
+    world.engine.max_model_len = await num_tokens(world, **body) - 100
+    _, prompt = await ask(world, **body)
+    assert ("The task" in prompt, "out-0" in prompt, "out-19" in prompt) == (True, False, True)
+    split = (await world.http.post("/v1/conversations", json={"items": body["input"][:-1]})).json()["id"]
+    _, again = await ask(world, **{**body, "input": body["input"][-1:], "conversation": split})
+    assert again == prompt
+
+
 async def test_a_call_is_left_out_only_with_its_output(world: World):
     items = [*LONG, said("Go"), called("1"), called("1", "out " * 20), said("Go on")]
     world.engine.max_model_len = 10_000
-    with_both, with_output = [await num_tokens(world, input=items[-num:]) for num in (3, 2)]
+    with_both, with_output = [await num_tokens(world, input=items[-num:]) for num in (4, 2)]
     for length, is_there in ((with_both, True), (with_output, False)):
         world.engine.max_model_len = length * 8 // 7 + 2
         _, prompt = await ask(world, input=items)
