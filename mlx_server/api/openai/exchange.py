@@ -241,9 +241,7 @@ async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWr
                 await out.drain()
 
     try:
-        opening = writer.opening(generation.has_output)
-        if opening and not out.write(opening):
-            await out.drain()
+        await _write_opening(generation, writer, out)
         await generation.feed(emit, drain)
         last = writer.closing()
     except Exception as error:
@@ -255,6 +253,13 @@ async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWr
     if last:
         out.write(last)
     await out.drain()
+
+
+async def _write_opening(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
+    """Nothing holds the opening afterwards, which may have megabytes."""
+    opening = writer.opening(generation.has_output)
+    if opening and not out.write(opening):
+        await out.drain()
 
 
 def _in_turns(events: Iterable[OutputEvent]) -> list[list[OutputEvent]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -207,6 +209,32 @@ async def test_what_is_in_progress_is_bounded(world: World, monkeypatch: pytest.
     assert (await post("ours")).status_code == 200
     world.engine.gate.set()
     await world.settle()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_is_counted_is_what_is_held(world: World, is_streamed: bool):
+    world.engine.gate.clear()
+    body = {**BODY, "stream": is_streamed, "metadata": {"a": "x" * 1_000_000}}
+    runs = world.context.background._running
+
+    async def begin() -> None:
+        async with world.http.stream("POST", "/v1/responses", json=body) as answer:
+            assert answer.status_code == 200
+            await anext(answer.aiter_raw())
+
+    await begin()
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            await begin()
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    counted = sum([run.num_held + run.num_bytes for run in list(runs.values())[1:]])
+    world.engine.gate.set()
+    await world.settle()
+    assert 0.8 * held < counted < 1.2 * held
 
 
 async def test_events_that_nobody_can_read_are_not_kept(world: World):
