@@ -269,7 +269,7 @@ def count_placeholders(model: ReadsImages, token_ids: Sequence[int], inputs: Map
     try:
         is_image = [token_id == placeholder for token_id in token_ids]
         return IMAGE_FAMILIES[model.model_type].count(model.config, inputs, is_image)
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, LookupError, AttributeError, TypeError):
         return None
 
 

@@ -37,7 +37,7 @@ from mlx_server.runtime.vision import ImageEncoder, encode
 from mlx_server.sampling_params import SamplingParams
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_configs import CONFIGS, DEEPSEEK_OCR_2, IMAGE
-from tests.vision_worlds import build_tiny, embedded_alone, picture, prompt_of, tiny_vlm
+from tests.vision_worlds import build_tiny, embedded_alone, picture, placeholders, prompt_of, tiny_vlm
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,14 @@ def test_views_of_deepseek_ocr_2_are_mlx_vlms(side: int, num_tokens: int) -> Non
     assert count_placeholders(model, ids, image.inputs) == num_tokens
     wanted = embedded_alone(model, image)
     assert mx.allclose(encode(model, ids, image.inputs).embeddings, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_arrays_without_an_image_are_no_image(model_type: str) -> None:
+    image, model = picture(model_type, 1), tiny_vlm(model_type).loaded.model
+    for name in image.inputs:
+        empty = {**image.inputs, name: image.inputs[name][:0]}
+        assert count_placeholders(model, placeholders(image), empty) is None, name
 
 
 def test_families_that_are_not_served_are_named() -> None:
