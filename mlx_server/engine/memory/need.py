@@ -40,6 +40,7 @@ from mlx_server.runtime.models.folder import (
 )
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_adapter, find_folder
+from mlx_server.runtime.models.vision_towers import SOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,6 @@ _OTHER_TOWERS = re.compile(
     r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector|mlp1|mlp_AR)\."
 )
 """Weights of the vision and audio parts of models, which are not loaded if only the text part is."""
-_SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 
 _WHOLE = re.compile(r"embed|lm_head|wte\b|norm")
 """Weights that are not split between the ranks of a model on several machines."""
@@ -330,7 +330,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
         sees = num_ranks == 1 and not why_no_vision(folder)
-        unread = _SOUND if sees else _OTHER_TOWERS
+        unread = SOUND if sees else _OTHER_TOWERS
         tensors = {name: tensor for name, tensor in headers if unread.search(name) is None}
         sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}
         weights = sum(size if _WHOLE.search(name) else size // num_ranks for name, size in sizes.items())

@@ -21,7 +21,7 @@ from mlx_server.runtime.attention.cache_views import UnpageableError
 from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
-_SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
+SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 """Tensors that are not loaded."""
 
 
@@ -226,7 +226,7 @@ class TowerModel(ReadsImages):
         """The tensors of the text as mlx-lm's model takes them, those of the tower as mlx-vlm's."""
         here, there = self.family.text
         tower = {name: array for name, array in weights.items() if any(mark in name for mark in self.family.names)}
-        others = {name: array for name, array in weights.items() if name not in tower and not _SOUND.search(name)}
+        others = {name: array for name, array in weights.items() if name not in tower and not SOUND.search(name)}
         text = super().sanitize({re.sub(f"^{there}", here, name): array for name, array in others.items()})
         whole = SimpleNamespace(config=self.config, audio_tower=None, embed_audio=None)
         cleaned: dict[str, mx.array] = self.module.Model.sanitize(whole, tower)
