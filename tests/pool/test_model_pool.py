@@ -386,6 +386,20 @@ async def test_a_load_that_takes_longer_than_an_unload_gives_it_is_given_up(agai
         assert (world.states(), world.factory.loads()) == ({"a": "unloaded"}, ["a"])
 
 
+async def test_a_load_counts_in_the_time_of_an_unload_that_waits_for_it():
+    async with asyncio.timeout(20), world_of("a") as world:
+        world.factory.gate.clear()
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: world.factory.made)
+        unloading = asyncio.create_task(world.pool.unload("a", 600.0))
+        await asyncio.sleep(0)
+        world.now_s += 600.0
+        world.factory.gate.set()
+        lease = await waiting
+        await unloading
+        lease.end()
+
+
 async def test_one_watch_is_kept_over_the_memory_of_all_models():
     async with world_of("a", "b") as world:
         for name in ("a", "b"):
