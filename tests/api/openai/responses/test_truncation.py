@@ -124,7 +124,15 @@ async def test_no_call_is_separated_from_its_output():
 
 
 async def test_the_question_that_the_rest_follows_stays():
-    items = [said("a"), said("b", "assistant"), said("c", "system"), said("d"), called("1"), called("1", "x"), said("e")]
+    items = [
+        said("a"),
+        said("b", "assistant"),
+        said("c", "system"),
+        said("d"),
+        called("1"),
+        called("1", "x"),
+        said("e"),
+    ]
     left = [[index for index in range(len(items)) if index not in left_out(items, num)] for num in range(len(items))]
     assert left[:3] == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6]]
     assert left[3:] == [[2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, 5, 6], [2, 6]]
