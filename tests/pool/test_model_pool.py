@@ -386,6 +386,17 @@ async def test_a_load_that_takes_longer_than_an_unload_gives_it_is_given_up(agai
         assert (world.states(), world.factory.loads()) == ({"a": "unloaded"}, ["a"])
 
 
+async def test_an_unload_does_not_wait_for_a_load_that_nobody_waits_for():
+    async with asyncio.timeout(20), world_of("a") as world:
+        world.factory.gate.clear()
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: world.factory.made)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        await world.pool.unload("a", 600.0)
+        assert world.states() == {"a": "unloaded"}
+
+
 async def test_a_load_counts_in_the_time_of_an_unload_that_waits_for_it():
     async with asyncio.timeout(20), world_of("a") as world:
         world.factory.gate.clear()
