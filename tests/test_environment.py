@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,19 @@ def test_without_the_program_the_folder_is_made_all_the_same(monkeypatch, tmutil
     monkeypatch.setattr(environment, "is_mac", lambda: is_mac)
     assert Files(tmp_path / "kv-disk").entries("") == []
     assert not tmutil.exists()
+
+
+def test_jobs_run_side_by_side_and_none_begins_after_the_first_error() -> None:
+    side_by_side, stop = threading.Barrier(3, timeout=20), threading.Event()
+    begun, stopped = list[int](), list[bool]()
+
+    def job(number: int) -> None:
+        begun.append(number)
+        side_by_side.wait()
+        if number == 1:
+            raise DownloadError("the first")
+        stopped.append(stop.wait(20))
+
+    with pytest.raises(DownloadError, match="the first"):
+        environment.run_all([partial(job, number) for number in range(6)], 3, stop)
+    assert (sorted(begun), stopped) == ([0, 1, 2], [True, True])
