@@ -24,6 +24,11 @@ from mlx_server.errors import InvalidRequestError
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 DUMP = "{{ messages | tojson }}"
+TEXTS = (
+    "[{% for message in messages %}{{ {'role': message['role'], 'content': message['content']} | tojson }}"
+    "{{ ']' if loop.last else ', ' }}{% endfor %}"
+)
+"""Knows roles and texts alone."""
 
 
 def formatter(template: Any = ..., **kwargs: Any) -> ChatFormatter:
@@ -262,14 +267,14 @@ def test_tools_are_explained_to_models_whose_template_knows_none() -> None:
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
         {"role": "tool", "content": "42"},
     ]
-    shown = json.loads(formatter(DUMP).format(messages, [TOOL]).text)
+    shown = json.loads(formatter(TEXTS).format(messages, [TOOL]).text)
     assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
     assert shown[0]["content"].startswith("Be kind.\n\nYou can call functions.")
     assert shown[0]["content"].endswith('\n{"name": "f", "parameters": {"type": "object"}}')
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert shown[2] == {"role": "assistant", "content": call}
     assert shown[3]["content"] == "<tool_response>\n42\n</tool_response>"
-    assert json.loads(formatter(DUMP).format([USER], [TOOL]).text)[0]["role"] == "system"
+    assert json.loads(formatter(TEXTS).format([USER], [TOOL]).text)[0]["role"] == "system"
 
 
 def test_a_models_template_for_tools_is_taken_when_there_are_tools() -> None:
