@@ -130,14 +130,20 @@ def test_wrong_embeddings_are_found_by_the_probe(folder: Path, monkeypatch: pyte
     assert "with an image its logits differ by" in load_and_probe(folder)[1].no_vision
 
 
+def _image_token_in_tokenizer(path: Path, family: str, token: str, tokenizer: Any) -> Path:
+    """A folder whose configuration does not name the token of images."""
+    loaded = tiny_vlm(family).loaded
+    config = {name: value for name, value in loaded.config.items() if name != "image_token_index"}
+    folder = save_model_folder(loaded.model, config, path, tokenizer)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(IMAGE): {"content": token, "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def test_an_original_intern_vl_names_its_image_token_in_its_tokenizer(tmp_path: Path) -> None:
     """And its text part `llm_config`, with the context's length."""
-    loaded = tiny_vlm("internvl_chat").loaded
-    config = {name: value for name, value in loaded.config.items() if name != "image_token_index"}
-    folder = save_model_folder(loaded.model, config, tmp_path, byte_tokenizer())
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["added_tokens_decoder"] = {str(IMAGE): {"content": "<IMG_CONTEXT>", "special": True}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = _image_token_in_tokenizer(tmp_path, "internvl_chat", "<IMG_CONTEXT>", byte_tokenizer())
     model, info = load_and_probe(folder)
     assert info.no_vision == ""
     assert model.config.image_token_index == IMAGE  # type: ignore[attr-defined]
@@ -147,13 +153,9 @@ def test_an_original_intern_vl_names_its_image_token_in_its_tokenizer(tmp_path: 
 
 
 def test_deepseek_ocr_names_its_image_token_in_its_tokenizer_and_has_no_template(tmp_path: Path) -> None:
-    loaded, tokenizer = tiny_vlm("deepseekocr").loaded, byte_tokenizer()
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{message['content']}} {% endfor %}"  # mlx-vlm saves it
-    config = {name: value for name, value in loaded.config.items() if name != "image_token_index"}
-    folder = save_model_folder(loaded.model, config, tmp_path, tokenizer)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["added_tokens_decoder"] = {str(IMAGE): {"content": "<image>", "special": True}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = _image_token_in_tokenizer(tmp_path, "deepseekocr", "<image>", tokenizer)
     model, info = load_and_probe(folder)
     assert info.no_vision == ""
     assert model.config.image_token_index == IMAGE  # type: ignore[attr-defined]
