@@ -441,6 +441,26 @@ async def test_items_are_found_by_their_ids(fleet: Fleet):
     assert asked(second) == "<|assistant|>Hello world<|end|><|user|>And?<|end|><|assistant|>"
 
 
+async def test_records_of_an_earlier_format_are_as_if_not_kept(fleet: Fleet, redis: RedisServer):
+    """Those had no version before their lines. Servers of both formats may share the store while they are updated."""
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    kept_one = (await first.respond(key)).json()["id"]
+    with redis.client() as client:
+        (found,) = client.scan_iter(f"{shared_store.PREFIX}*:bodies")
+        _, kind, owner, _ = found.decode().split(":")
+        packed = client.hget(found, kept_one).split(b"\n", 1)[1]
+        used = client.zscore(f"{shared_store.PREFIX}{kind}:{owner}:uses", kept_one)
+        client.flushdb()
+        earlier = f"{shared_store.PREFIX}responses:{owner}"
+        client.hset(f"{earlier}:bodies", kept_one, packed)
+        client.hset(f"{earlier}:items", kept_one, '["msg_1"]')
+        client.zadd(f"{earlier}:uses", {kept_one: used})
+    answer = await second.http.get(f"/v1/responses/{kept_one}", headers={"x-api-key": key})
+    assert answer.status_code == 404
+    assert (await second.respond(key, input=[{"type": "item_reference", "id": "msg_1"}])).status_code == 400
+
+
 async def test_responses_are_their_owner_s_and_deleted_for_all(fleet: Fleet):
     key, other = await fleet.start(2)
     first, second = fleet.servers

@@ -43,6 +43,9 @@ MAX_OWNER_BYTES = 64 * 2**20
 MAX_SHARED_BYTES = 8 * 2**20
 """Of one record in the shared store: a larger one would delay others."""
 
+_FORMAT = 2
+"""Of `Record.packed`. It is in the names of keys, so that servers of two versions can share a store."""
+
 TTL_S = 24 * 3600
 TRANSFER_S = 2.0
 _ID_WEIGHT = 32
@@ -302,7 +305,7 @@ class KeptRecords:
         self._store, self._owned = store, store.of(kind, owner)
         self._shared = shared
         self._kind = kind
-        self._keys = [f"{kind}s:{owner}:{what}" for what in ("bodies", "items", "uses")]
+        self._keys = [f"{kind}s-{_FORMAT}:{owner}:{what}" for what in ("bodies", "items", "uses")]
         self._own_id: str | None = None
         self._settling: asyncio.Task[None] | None = None
 
