@@ -161,7 +161,9 @@ class Affine4Rows : public AffineRows<2> {
   Floats get(int i, int64_t k) const {
 #if defined(__AVX512F__)  // looks up one of a group's 16 numbers by the low 4 bits of each lane
     const Ints codes = widen_whole(load_bytes(row_[i] + k / 2));
-    return (Floats)_mm512_permutexvar_ps((__m512i)(kHalf == 0 ? codes : codes >> 4), (__m512)table_[i]);
+    Floats numbers;
+    asm("vpermps %2, %1, %0" : "=v"(numbers) : "v"(kHalf == 0 ? codes : codes >> 4), "v"(table_[i]));
+    return numbers;
 #else
     const Bytes codes = load_bytes(row_[i] + k / 2);
     return fused(widen(kHalf == 0 ? codes & 15 : codes >> 4), scale_[i], bias_[i]);
