@@ -221,6 +221,10 @@ inline int64_t chunk_of(int64_t depth) {
 inline int64_t groups_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
 inline int64_t first_of(int64_t g, int64_t rows) { return rows * g / groups_of(rows); }
 
+// The fewest rows of a group: of two groups or more, and of as many as there are from kPackedFrom on.
+constexpr int kFewest = kRows / 2, kFewestPacked = kRows - 1;
+static_assert(kPackedFrom > kRows * (kRows - 2), "rows are packed in groups of kFewestPacked or kRows");
+
 template <int kHalf, int M, typename W, typename X>
 inline __attribute__((always_inline)) void add_half(const W& w, const X& x, int64_t k, Floats (&sum)[M][kTile]) {
   Floats left[kTile];
@@ -260,11 +264,11 @@ void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, cons
 }
 
 // Outputs [first, last) of as many rows as fit the registers. Not inlined, so that registers are allocated for each
-// number of rows on its own.
+// number of rows on its own. Only the first group is near.
 template <typename W, bool kNear, int M = kRows>
 __attribute__((noinline)) void few_rows(int rows, const Weights& w, const float* x, int64_t first, int64_t last,
                                         const Ahead& ahead, float* y) {
-  if constexpr (M > 0) {
+  if constexpr (M >= (kNear ? 1 : kFewest)) {
     if (rows < M) return few_rows<W, kNear, M - 1>(rows, w, x, first, last, ahead, y);
     const int64_t group = w.group > 0 ? w.group : w.depth, chunk = chunk_of(w.depth);
     for (int64_t n = first; n < last; n += kTile) {
@@ -282,7 +286,7 @@ __attribute__((noinline)) void few_rows(int rows, const Weights& w, const float*
 template <int M = kRows>
 __attribute__((noinline)) void few_packed(int rows, const float* weights, const float* x, int64_t size, bool is_first,
                                           int64_t outputs, float* y, int64_t stride) {
-  if constexpr (M > 0) {
+  if constexpr (M >= kFewestPacked) {
     if (rows < M) return few_packed<M - 1>(rows, weights, x, size, is_first, outputs, y, stride);
     for (int64_t n = 0; n < outputs; n += kTile) {
       const int64_t count = std::min<int64_t>(kTile, outputs - n);
