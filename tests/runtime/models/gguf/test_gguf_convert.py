@@ -10,14 +10,14 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from gguf import GGUFReader
+from gguf import GGUFEndian, GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 
 from mlx_server import config
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.bundled import SMOLLM2
-from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
+from mlx_server.runtime.models.gguf import WeightFormat, conversion, convert_gguf, native_weight_format
 from tests.gguf_files import NUM_HEADS, NUM_KV_HEADS, SPECIALS, vocabulary, write_gguf
 
 
@@ -108,6 +108,35 @@ def test_what_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "text.gguf").write_text("not at all")
     with pytest.raises(ModelLoadError, match="not a readable GGUF file"):
         convert(tmp_path / "text.gguf", tmp_path / "model", WeightFormat.PACKED)
+
+
+@pytest.mark.parametrize("order", GGUFEndian)
+def test_metadata_is_what_the_package_reads(order: GGUFEndian, tmp_path: Path) -> None:
+    path = tmp_path / "facts.gguf"
+    writer = GGUFWriter(str(path), "llama", endianess=order)
+    arrays = {"words": ["a", "", "Ġé"], "ids": [3, -1], "scores": [0.5, 1.5], "flags": [True, False]}
+    for name, values in arrays.items():
+        writer.add_array(name, values)
+    writer.add_uint32("last", 7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    fields = conversion._Reader(path).fields
+    read = {name: field.contents() for name, field in fields.items()}
+    assert read == {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    assert {name: read[name] for name in arrays} == arrays
+    assert read["last"] == 7
+    if order is GGUFEndian.LITTLE:
+        assert len(fields["ids"].parts) == 3 + 1, "all numbers are read at once"
+
+
+@pytest.mark.parametrize("within", ["tokens", "token_type"])
+def test_a_file_that_ends_within_an_array_is_refused(within: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf")
+    content = (tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[: content.index(b"tokenizer.ggml." + within.encode()) + 150])
+    with pytest.raises(ModelLoadError, match="not a readable GGUF file"):
+        convert(tmp_path / "cut.gguf", tmp_path / "model", WeightFormat.PACKED)
 
 
 @pytest.fixture(scope="module")
