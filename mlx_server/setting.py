@@ -29,6 +29,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How pydantic checks sections, whether they come from code or from a file."""
 
 _SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_LEAST_PLAIN = 1_000_000
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.IGNORECASE)
@@ -85,20 +86,23 @@ def declare(default: Any, help: str, **limits: Any) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `512MB`, `4GiB`, `1.5g` or a plain number. Raises `ValueError`."""
+    """Bytes of `512MB`, `4GiB`, `1.5g` or a plain number; one below a million, other than 0, lacks its unit. Raises
+    `ValueError`."""
     match = _SIZE.match(text)
     if match is None:
         raise ValueError("write bytes, or a size like 512MB or 4GiB")
     number, unit, binary = match.groups()
     base = 1024 if binary else 1000
+    if 0 < float(number) < _LEAST_PLAIN and number == text.strip():
+        raise ValueError(f"without a unit that is {number} bytes; write a size like {number}GB")
     return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
 def parse_disk_size(text: str) -> int:
-    """`parse_size` for a size on disk: at least 1 MB, since a number without a unit is bytes. Raises `ValueError`."""
+    """`parse_size` for a size on disk: at least 1 MB. Raises `ValueError`."""
     size = parse_size(text)
-    if size < 1_000_000:
-        raise ValueError(f"{text} is {size} bytes, too few for any prefix; write a size like 10GB")
+    if size < _LEAST_PLAIN:
+        raise ValueError(f"that is {size} bytes, too few for any prefix; write a size like 10GB")
     return size
 
 

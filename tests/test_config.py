@@ -213,9 +213,21 @@ def test_the_source_of_a_wrong_value_is_named(tmp_path):
     assert refusal(tmp_path, "[server]\nport = 70000\n").startswith(str(tmp_path / "settings.toml"))
 
 
-def test_a_disk_size_without_a_unit_is_asked_for_one(tmp_path):
-    assert "10 is 10 bytes, too few for any prefix; write a size like 10GB" in refusal(tmp_path, kv_disk="10")
-    assert load(tmp_path, kv_disk="1MB").memory.kv_disk == "1MB"
+SIZES = ("kv_cache_memory", "memory_limit", "memory_reserve", "kv_disk", "kv_disk_writes_per_day")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_small_size_without_a_unit_is_asked_for_one(tmp_path, name):
+    words = "without a unit that is 10 bytes; write a size like 10GB"
+    assert refusal(tmp_path, **{name: "10"}) == f"{BY_NAME[name].flag}: {name} is '10'; {words}."
+    assert words in refusal(tmp_path, f"[{BY_NAME[name].section}]\n{name} = 10\n")
+    load(tmp_path, **{name: "1MB"})
+    load(tmp_path, **{name: "1000000"})
+
+
+def test_a_disk_without_room_for_a_prefix_is_refused(tmp_path):
+    for size, num_bytes in (("0", 0), ("500kB", 500_000)):
+        assert f"that is {num_bytes} bytes, too few for any prefix" in refusal(tmp_path, kv_disk=size)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "on"])
@@ -279,7 +291,7 @@ def test_settings_cannot_be_changed_afterwards():
     ("text", "num_bytes"),
     [
         ("0", 0),
-        ("4096", 4096),
+        ("1000000", 1_000_000),
         ("4096B", 4096),
         ("512MB", 512_000_000),
         ("512 mb", 512_000_000),
@@ -293,6 +305,12 @@ def test_settings_cannot_be_changed_afterwards():
 )
 def test_sizes(text, num_bytes):
     assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["1", "64", "999999", " 1.5 "])
+def test_a_small_number_without_a_unit_is_no_size(text):
+    with pytest.raises(ValueError, match=f"without a unit that is {text.strip()} bytes; write a size like"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1", "4 giga", "GiB", "1e9", "1,5GB", "4PB", "9" * 400])
