@@ -310,7 +310,7 @@ class EngineCounters:
     """Totals of one engine since its start, which only grow. Each part of the engine counts what it does.
 
     - Prompts: `num_prompt_tokens_computed` counts prompt positions that ran through the model (again after a
-      preemption, too), `num_prompt_tokens_cached` those that the prefix cache had at the first admission.
+      preemption, too), `num_prefix_hit_tokens` those that the prefix cache had at the first admission.
       `num_prompt_tokens_from_disk` of these were loaded from disk for their request. `num_tokens_recomputed` counts
       tokens of prompts and outputs that were computed again after a preemption. `num_images_encoded` counts how often
       the vision encoder ran for an image.
@@ -330,7 +330,6 @@ class EngineCounters:
     num_images_encoded: int = 0
     num_prompt_tokens: int = 0
     num_prompt_tokens_computed: int = 0
-    num_prompt_tokens_cached: int = 0
     num_prompt_tokens_from_disk: int = 0
     num_generated_tokens: int = 0
     num_tokens_recomputed: int = 0

@@ -196,7 +196,6 @@ class RequestTable:
         counters, num_cached = self.counters, request.num_computed_tokens
         counters.num_prefix_query_tokens += request.num_prompt_tokens
         counters.num_prefix_hit_tokens += num_cached
-        counters.num_prompt_tokens_cached += num_cached
         counters.num_prompt_tokens_from_disk += min(request.num_loaded_tokens, num_cached)
 
     def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:

@@ -213,17 +213,17 @@ VLLM_SERIES: tuple[Family, ...] = (
         "Prompt tokens, by where their K/V came from.",
         lambda r: {
             "local_compute": r.stats.num_prompt_tokens_computed,
-            "local_cache_hit": r.stats.num_prompt_tokens_cached,
+            "local_cache_hit": r.stats.num_prefix_hit_tokens,
             "external_kv_transfer": 0,
         },
     ),
-    counter("vllm:prompt_tokens_cached", "Prompt tokens from the cache.", "stats.num_prompt_tokens_cached"),
+    counter("vllm:prompt_tokens_cached", "Prompt tokens from the cache.", "stats.num_prefix_hit_tokens"),
     counter(
         "vllm:prompt_tokens_cached_by_source{source}",
         "Prompt tokens from the prefix cache, by where their blocks were.",
         lambda r: {
             **dict.fromkeys(_CACHES, 0),
-            "device": r.stats.num_prompt_tokens_cached - r.stats.num_prompt_tokens_from_disk,
+            "device": r.stats.num_prefix_hit_tokens - r.stats.num_prompt_tokens_from_disk,
             "disk": r.stats.num_prompt_tokens_from_disk,
         },
     ),

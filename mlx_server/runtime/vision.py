@@ -189,11 +189,6 @@ class ImageEncoder:
         """The size of the cached images."""
         return sum(image.num_bytes for image in self._encoded.values())
 
-    @property
-    def num_requests(self) -> int:
-        """The number of running requests with images."""
-        return len(self._requests)
-
     def take_result(self) -> EncodingResult:
         """What has happened since the last call."""
         result = EncodingResult(self._num_encoded, self._errors) if self._num_encoded else NOTHING_ENCODED

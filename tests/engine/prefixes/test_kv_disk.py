@@ -296,7 +296,7 @@ def test_streams_go_on_while_a_prefix_is_loaded(tmp_path):
             names = [(*pair, f"r{index}") for index, pair in enumerate(zip([*shorts, prompt], [40] * 4))]
             got = await asyncio.gather(*(answer(engine, *name) for name in names))
             assert [tokens for tokens, _ in got] == wanted
-            assert engine.stats().num_prompt_tokens_cached == NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+            assert engine.stats().num_prefix_hit_tokens == NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
             assert not engine.scheduler.disk.is_loading
             engine.scheduler.check_integrity()
             assert engine.scheduler.blocks.num_free_blocks == engine.scheduler.blocks.num_blocks
