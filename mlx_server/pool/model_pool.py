@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState
-from mlx_server.engine.fair_slots import in_daemon_thread, shielded
+from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.guard import MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
@@ -176,12 +176,15 @@ class ModelPool:
             lease.end()
 
     async def load(self, name: str | None) -> PooledModel:
-        """Loads a model, even if a load of it has just failed; cancelling the caller does not stop the load. Raises
-        like `acquire`."""
+        """Loads a model, also after a failure. `unload` ends the load, cancelling the caller not. Raises as `acquire`."""
         model = self.find(name)
         self._check_alive()
-        model.retry_s = 0.0
-        await shielded(self._use(model))
+        while model.state is ModelState.DRAINING:
+            await self._changes.wait()
+            self._check_alive()
+        if not model.is_ready:
+            model.is_asked_for = True
+            await self._wait_for_load(model)
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:
@@ -253,9 +256,6 @@ class ModelPool:
     def _served(self, names: Iterable[str]) -> list[str]:
         """The names in lists of those of these models that are served."""
         return [offer.name for offer in map(self.look_up, names) if offer is not None]
-
-    async def _use(self, model: PooledModel) -> None:
-        (await self.acquire(model.name)).end()
 
     def _check_alive(self) -> None:
         if self.is_stopping:

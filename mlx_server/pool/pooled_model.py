@@ -77,7 +77,7 @@ class PooledModel:
     `need` is the last estimate of the memory that it needs, `share` what is booked for it while it has an engine.
     `past` is the engine of an earlier load, for its counts. `users` has the leases of requests that use the engine or
     wait for it to load. While `is_yielding`, the model is to become idle and make room for another (`takes_new`).
-    After `retry_s`, a model that is not loaded because of `failure` may be loaded again. `num_deaths` counts engines
+    It `is_asked_for` while an admin waits for its load. After `retry_s`, a model that is not loaded because of `failure` may be loaded again. `num_deaths` counts engines
     that have died, the last one at `died_s`. While a model `is_lost`, its engine has died, and it should be loaded
     again without a request. `keep_alive_s` is the idle time that a client asked for, until the model is unloaded:
     infinity is forever (also if an engine dies), None means what the specification says. `drain_over` is set when the
@@ -105,6 +105,7 @@ class PooledModel:
     first_users: frozenset[Lease] = frozenset()
     yields_by_s: float = 0.0
     is_lost: bool = False
+    is_asked_for: bool = False
     keep_alive_s: float | None = None
     drain_over: asyncio.Event = field(default_factory=asyncio.Event)
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -146,7 +147,7 @@ class PooledModel:
     @property
     def is_wanted(self) -> bool:
         """Whether a load of the model has a purpose: a request waits for it, or it is loaded without one."""
-        return self.num_users > 0 or self.spec.is_pinned or self.is_lost
+        return self.num_users > 0 or self.spec.is_pinned or self.is_lost or self.is_asked_for
 
     @property
     def is_idle(self) -> bool:
@@ -217,7 +218,7 @@ class PooledModel:
         self.loads[LoadResult.READY] += 1
         self.ready_s = self.last_used_s = now
         self.longest_before_s, self.longest_use_s = self.longest_use_s, 0.0
-        self.is_lost = False
+        self.is_lost = self.is_asked_for = False
         self.load_progress = 1.0
 
     def fail_load(self, failure: Exception, retry_s: float) -> None:
@@ -246,7 +247,7 @@ class PooledModel:
         return now - max(lease.since_s, self.ready_s)
 
     def _drop_engine(self) -> None:
-        self.engine = None
+        self.engine, self.is_asked_for = None, False
         self.end_yield()
         if not self.is_lost:
             self.keep_alive_s = None

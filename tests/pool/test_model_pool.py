@@ -397,6 +397,42 @@ async def test_an_unload_does_not_wait_for_a_load_that_nobody_waits_for():
         assert world.states() == {"a": "unloaded"}
 
 
+async def test_an_unload_ends_a_load_that_only_admins_asked_for():
+    """Those wait for their own load, and no request does."""
+    async with asyncio.timeout(20), world_of("a") as world:
+        world.factory.gate.clear()
+        loading = [asyncio.create_task(world.pool.load("a")) for _ in range(2)]
+        await until(lambda: world.factory.made)
+        assert world.pool.find("a").num_users == 0
+        await world.pool.unload("a", 600.0)
+        assert world.states() == {"a": "unloaded"}
+        for load in loading:
+            with pytest.raises(OverloadedError, match="was cancelled"):
+                await load
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: len(world.factory.made) == 2)
+        loading = [asyncio.create_task(world.pool.load("a"))]
+        unloading = asyncio.create_task(world.pool.unload("a", 600.0))
+        await asyncio.sleep(0.02)
+        world.factory.gate.set()
+        assert (await loading[0]).name == "a"
+        (await waiting).end()
+        await unloading
+        assert world.states() == {"a": "unloaded"}
+
+
+async def test_a_load_of_a_model_that_drains_begins_when_it_is_unloaded():
+    async with asyncio.timeout(20), world_of("a") as world:
+        lease, unload = await begin_drain(world)
+        loading = asyncio.create_task(world.pool.load("a"))
+        await asyncio.sleep(0.02)
+        assert not loading.done()
+        lease.end()
+        await unload
+        assert (await loading).state is ModelState.READY
+        assert world.factory.loads() == ["a", "a"]
+
+
 async def test_a_load_counts_in_the_time_of_an_unload_that_waits_for_it():
     async with asyncio.timeout(20), world_of("a") as world:
         world.factory.gate.clear()
