@@ -75,8 +75,8 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
         else:
             remedy = f"mlx-lm does not know it; mlx-vlm may, but is not installed: {vlm.INSTALL}."
         raise ModelLoadError(f"{error} {remedy}") from error
-    if model_type == "kimi_vl":
-        classes = _with_split_projections(classes[0]), classes[1]
+    if model_type in _READERS:
+        classes = _READERS[model_type](classes[0]), classes[1]
     return classes if others is None else tower_classes(classes, others, model_type)
 
 
@@ -90,6 +90,23 @@ def _with_split_projections(model_class: type[nn.Module]) -> type[nn.Module]:
         return sanitized
 
     return type(model_class.__name__, (model_class,), {"sanitize": sanitize, "__module__": model_class.__module__})
+
+
+def _reading_mlx_vlms_names(model_class: type[nn.Module]) -> type[nn.Module]:
+    """mlx-lm's Gemma 3n, which also loads files that mlx-vlm has converted: there `model.language_model.layers` is
+    called `language_model.model.layers`, and `model.vision_tower` `vision_tower`."""
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        names = (name.replace("language_model.model.", "language_model.") for name in weights)
+        whole = (name if name.startswith("model.") else f"model.{name}" for name in names)
+        sanitized: dict[str, mx.array] = model_class.sanitize(self, dict(zip(whole, weights.values())))
+        return sanitized
+
+    return type(model_class.__name__, (model_class,), {"sanitize": sanitize, "__module__": model_class.__module__})
+
+
+_READERS = {"kimi_vl": _with_split_projections, "gemma3n": _reading_mlx_vlms_names}
+"""What reads more forms of files than mlx-lm's own class, by the type of the model."""
 
 
 def _is_in_mlx_lm(model_type: str) -> bool:

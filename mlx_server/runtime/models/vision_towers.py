@@ -31,9 +31,8 @@ class TowerFamily:
 
     `parts` are their attributes in mlx-vlm's model, and `names` what marks their tensors in files. `embed` gives the
     embeddings `[n, D]` of an image from its placeholders `[1, n]` and arrays. `arguments` are those of mlx-lm's model
-    for ids `[B, L]` with rows of images, whose embeddings are the last argument. `text` is where mlx-lm's model has the
-    text part, and where mlx-vlm's files have it. `needs_sound`: mlx-vlm's model is only built with its tower for sound,
-    which is not loaded. `has_plain`: mlx-vlm's whole model gives right logits.
+    for ids `[B, L]` with rows of images, whose embeddings are the last argument. `needs_sound`: mlx-vlm's model is only
+    built with its tower for sound, which is not loaded. `has_plain`: mlx-vlm's whole model gives right logits.
     """
 
     parts: tuple[str, ...]
@@ -41,7 +40,6 @@ class TowerFamily:
     embed: Callable[[TowerModel, mx.array, Mapping[str, mx.array]], mx.array]
     arguments: Callable[[TowerModel, mx.array, ImageRows, mx.array], dict[str, Any]]
     spans_in_windows: bool = False
-    text: tuple[str, str] = ("language_model", "language_model")
     needs_sound: bool = False
     has_plain: bool = True
 
@@ -130,7 +128,6 @@ TOWER_FAMILIES: Mapping[str, TowerFamily] = {
         ("vision_tower.", "embed_vision."),
         _embed_gemma_3n,
         _gemma_3n_arguments,
-        text=("model.language_model", "language_model.model"),
         needs_sound=True,
         has_plain=False,  # its queries of layers that share K/V have wrong positions where there are caches
     ),
@@ -224,10 +221,9 @@ class TowerModel(ReadsImages):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """The tensors of the text as mlx-lm's model takes them, those of the tower as mlx-vlm's."""
-        here, there = self.family.text
         tower = {name: array for name, array in weights.items() if any(mark in name for mark in self.family.names)}
         others = {name: array for name, array in weights.items() if name not in tower and not SOUND.search(name)}
-        text = super().sanitize({re.sub(f"^{there}", here, name): array for name, array in others.items()})
+        text = super().sanitize(others)
         whole = SimpleNamespace(config=self.config, audio_tower=None, embed_audio=None)
         cleaned: dict[str, mx.array] = self.module.Model.sanitize(whole, tower)
         encoder = getattr(self, self.family.parts[0])

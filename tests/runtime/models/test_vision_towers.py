@@ -20,7 +20,7 @@ from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.cache_views import UnpageableError
 from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.kernels.trials import exhaust
-from mlx_server.runtime.models import vision_towers
+from mlx_server.runtime.models import vision_towers, vlm
 from mlx_server.runtime.models.loader import load, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 from mlx_server.runtime.models.vision_towers import AxisRope, TowerModel
@@ -79,11 +79,20 @@ def by_mlx_vlm(weights: Weights) -> Weights:
     }
 
 
-def test_files_of_gemma_3n_that_mlx_vlm_has_converted_are_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_installed", [True, False], ids=["with mlx-vlm", "without"])
+def test_files_of_gemma_3n_that_mlx_vlm_has_converted_are_loaded(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without mlx-vlm their text, which needs none of it."""
     folder, wanted = folder_of("gemma3n", tmp_path), dict(tree_flatten(tiny_vlm("gemma3n").loaded.model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), by_mlx_vlm(published("gemma3n")))
+    if not is_installed:
+        monkeypatch.setattr(vlm, "is_installed", lambda: False)
+        wanted = {name: array for name, array in wanted.items() if name.startswith("model.language_model.")}
     found = dict(tree_flatten(load(str(folder)).model.parameters()))
-    assert found.keys() == wanted.keys()
+    assert wanted and found.keys() == wanted.keys()
+    num_bytes = sum(array.nbytes for array in found.values())
+    assert estimate_need(Config(model=ModelConfig(model=str(folder)))).weights_bytes == num_bytes
     assert all(mx.array_equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -177,8 +186,6 @@ def test_encoding_does_not_wait_for_the_device(model_type: str) -> None:
 
 
 def test_folders_without_the_extra_are_served_as_text(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_server.runtime.models import vlm
-
     monkeypatch.setattr(vlm, "is_installed", lambda: False)
     assert type(load(str(qwen)).model).__module__ == "mlx_lm.models.qwen3_5"
 
