@@ -248,6 +248,9 @@ _TYPES = {
 }
 """What values of a config.json must be if they are there."""
 
+_NUMBERS = re.compile(r"num_\w+|\w+_(size|dim|eps|theta|factor|layer_ids)|sliding_window|mask_token_id")
+"""Names of numbers and of lists of numbers."""
+
 
 def _config_faults(folder: Path) -> list[str]:
     try:
@@ -258,16 +261,28 @@ def _config_faults(folder: Path) -> list[str]:
         return [f"a readable config.json ({error})"]
     if not isinstance(config, dict):
         return ["model_type in config.json"]
-    own = config.get("transformer_layer_config")
+    tables = [config]
+    for table in tables:
+        tables += [value for value in table.values() if isinstance(value, dict)]
     faults = [
         f"{words} as {name} in config.json"
-        for place in (config, own if isinstance(own, dict) else {})
+        for table in tables
         for name, (kind, words) in _TYPES.items()
-        if not isinstance(place.get(name) or kind(), kind)
+        if not isinstance(table.get(name) or kind(), kind)
+    ]
+    faults += [
+        f"a number instead of {value!r:.40} as {name} in config.json"
+        for table in tables
+        for name, value in table.items()
+        if _NUMBERS.fullmatch(name) and _has_text(value)
     ]
     if not faults and not (isinstance(config.get("model_type"), str) or only_drafts(config)):
         faults = ["model_type in config.json"]
     return faults
+
+
+def _has_text(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(map(_has_text, value)))
 
 
 def _weight_faults(folder: Path) -> list[str]:

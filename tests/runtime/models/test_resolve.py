@@ -159,6 +159,9 @@ def test_an_unreadable_index_is_a_fault(tmp_path, index):
         ({"architectures": ["Eagle3LlamaForCausalLM"], "eagle_config": [1]}, "an object as eagle_config"),
         ({"transformer_layer_config": 2}, "an object as transformer_layer_config"),
         ({"transformer_layer_config": {"rope_parameters": [1]}}, "an object as rope_parameters"),
+        ({"hidden_size": "64"}, "a number instead of '64' as hidden_size"),
+        ({"dflash_config": {"target_layer_ids": [1, "x"]}}, "a number instead of [1, 'x'] as target_layer_ids"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": "x"}}}, "a number instead of 'x' as rope_theta"),
     ],
 )
 def test_values_of_other_types_in_a_configuration_are_faults(tmp_path, described, fault):
