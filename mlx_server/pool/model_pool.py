@@ -176,7 +176,7 @@ class ModelPool:
             lease.end()
 
     async def load(self, name: str | None) -> PooledModel:
-        """Loads a model, also after a failure. `unload` ends the load, cancelling the caller not. Raises as `acquire`."""
+        """Loads a model, also after a failure. `unload` ends the load, a cancelled caller not. Raises as `acquire`."""
         model = self.find(name)
         self._check_alive()
         while model.state is ModelState.DRAINING:

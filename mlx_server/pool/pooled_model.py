@@ -76,12 +76,12 @@ class PooledModel:
 
     `need` is the last estimate of the memory that it needs, `share` what is booked for it while it has an engine.
     `past` is the engine of an earlier load, for its counts. `users` has the leases of requests that use the engine or
-    wait for it to load. While `is_yielding`, the model is to become idle and make room for another (`takes_new`).
-    It `is_asked_for` while an admin waits for its load. After `retry_s`, a model that is not loaded because of `failure` may be loaded again. `num_deaths` counts engines
-    that have died, the last one at `died_s`. While a model `is_lost`, its engine has died, and it should be loaded
-    again without a request. `keep_alive_s` is the idle time that a client asked for, until the model is unloaded:
-    infinity is forever (also if an engine dies), None means what the specification says. `drain_over` is set when the
-    last drain has no users left, or no time.
+    wait for it to load. While `is_yielding`, the model is to become idle and make room for another (`takes_new`). It
+    `is_asked_for` while an admin waits for its load. After `retry_s`, a model that is not loaded because of `failure`
+    may be loaded again. `num_deaths` counts engines that have died, the last one at `died_s`. While a model `is_lost`,
+    its engine has died, and it should be loaded again without a request. `keep_alive_s` is the idle time that a client
+    asked for, until the model is unloaded: infinity is forever (also if an engine dies), None means what the
+    specification says. `drain_over` is set when the last drain has no users left, or no time.
     """
 
     spec: ModelSpec
