@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_server.api.http.listener import listen_all
 from mlx_server.cli.config import add_setting_flags, config_from
 from mlx_server.cli.main import Parser
-from mlx_server.config import Config, home, settings
+from mlx_server.config import DEFAULT_MODEL, Config, home, settings
 from mlx_server.environment import expanded
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import leave, survive_lost_streams
@@ -96,6 +96,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def _make_pool(config: Config) -> ModelPool:
     """Imports MLX and transformers, which takes seconds. Any thread."""
+    _check_models(config)
     from mlx_server.runtime.kernels.cpu import native
 
     native.prepare()  # a first start compiles while the rest is imported
@@ -105,6 +106,16 @@ def _make_pool(config: Config) -> ModelPool:
     if is_blas_slow():
         logger.warning("%s.", SLOW_BLAS)
     return build_pool(config)
+
+
+def _check_models(config: Config) -> None:
+    """Raises `ModelLoadError` if what is loaded at start is nowhere, before the imports that loading needs."""
+    from mlx_server.runtime.models.places import RANDOM_PREFIX, find_place
+
+    names = [entry.model for entry in config.models if entry.pinned] if config.models else [config.model.model]
+    for name in names:
+        if name != DEFAULT_MODEL and not name.startswith(RANDOM_PREFIX):
+            find_place(name)
 
 
 def add_install(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +141,7 @@ def run_install(args: argparse.Namespace) -> int:
     agent = launch_agent(args.serve_options, config, log_folder=expanded("~/Library/Logs"))
     if args.output is None:
         _check_places(agent, config)
+        _check_models(config)
         domain, agent["LimitLoadToSessionType"] = _session()
         end_agent()  # a previous installation
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,22 @@ async def test_a_signal_ends_a_server_that_is_still_importing(tmp_path: Path):
             assert await process.wait() == 0
 
 
+@pytest.mark.parametrize("is_listed", [False, True], ids=["the model", "one of several"])
+@pytest.mark.parametrize(("name", "words"), [("nowhere", "There is no model"), (".", "it lacks config.json")])
+async def test_a_model_that_is_nowhere_is_told_before_what_takes_long_is_imported(
+    name: str, words: str, is_listed: bool, tmp_path: Path
+):
+    folder, settings = str(tmp_path / name), tmp_path / "settings.toml"
+    settings.write_text(f'[[models]]\nmodel = "random:mini"\n[[models]]\nmodel = "{folder}"\npinned = true\n')
+    program = textwrap.dedent(SLOW_IMPORTS).replace('"mlx"', '"mlx_lm"')
+    flags = ("--config", str(settings)) if is_listed else (folder,)
+    async with python(tmp_path, "-c", program, "serve", "--port", "0", *flags) as process:
+        out, errors = await process.communicate()
+    assert (process.returncode, out) == (1, b"")
+    assert f"{folder}" in errors.decode()
+    assert words in errors.decode()
+
+
 async def test_a_wrong_certificate_is_one_of_the_settings_though_the_port_is_taken_before(tmp_path: Path):
     missing = str(tmp_path / "missing")
     flags = ("--tls-cert", missing, "--tls-key", missing)

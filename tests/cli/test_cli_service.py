@@ -149,6 +149,12 @@ def test_on_macos_the_agent_is_started_and_ended(launchd, tmp_path, capsys) -> N
     assert "There is no agent" in capsys.readouterr().err
 
 
+def test_a_model_that_is_nowhere_is_refused_before_the_agent_fails_again_and_again(launchd, tmp_path, capsys) -> None:
+    assert main(["service", "install", "--", str(tmp_path / "nowhere")]) == 1
+    assert "There is no model" in capsys.readouterr().err
+    assert not launchd.agents
+
+
 def test_without_a_desktop_session_the_agent_is_one_of_the_background(launchd) -> None:
     desktop = launchd.sessions.popitem(), launchd.sessions.popitem()
     launchd.sessions.update(desktop[:1])

@@ -17,8 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.blueprint import build_model
-
-PREFIX = "random:"
+from mlx_server.runtime.models.places import RANDOM_PREFIX
 
 Config = dict[str, Any]
 
@@ -78,7 +77,7 @@ _SEED = 20
 
 def is_random(name: str) -> bool:
     """Whether `name` means random weights; `config_of` has the complete names."""
-    return name.startswith(PREFIX)
+    return name.startswith(RANDOM_PREFIX)
 
 
 def config_of(name: str) -> Config:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,23 +11,19 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from mlx_server.config import WHOLE_WEIGHTS
-from mlx_server.environment import check_mounted, exists, expanded
+from mlx_server.environment import check_mounted, exists
 from mlx_server.errors import DownloadError, ModelLoadError, UnknownModelError
 from mlx_server.model_entries import Adapter, hub_id
 from mlx_server.runtime.layers.adapter_files import ADAPTER_FILES
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import load_folder
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
-from mlx_server.runtime.models.folder import HUB_FILES, missing_parts
+from mlx_server.runtime.models.folder import HUB_FILES
 from mlx_server.runtime.models.gguf import WeightFormat, split_names
 from mlx_server.runtime.models.hub_fetch import cache_error, fetch_snapshot
 from mlx_server.runtime.models.made_folders import gguf_folder
+from mlx_server.runtime.models.places import checked, find_place
 from mlx_server.runtime.models.quantize import quantized_folder
-
-_SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
-_HUB_FILE = re.compile(rf"(?:{_SITE})?([^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?([^?]+\.gguf)(?:\?.*)?")
-_OLLAMA_NAME = re.compile(r"[\w.-]+:[\w.-]+")
-_TAGGED_ID = re.compile(rf"(?:{_SITE})?([^/]+/[^/:]+):[\w.-]+")
 
 _DISK_FAULTS = (errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 
@@ -49,47 +43,15 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
 
 
 def _resolved(name: str, dtype: str) -> Path:
-    if not name:
-        raise ModelLoadError("The name of the model is empty.")
     if name == SMOLLM2.name:
         is_expanded = dtype == "float32" and mx.default_device() == mx.cpu
         return pull_bundled(weight_format=WeightFormat.FLOAT32 if is_expanded else None)
-    path = expanded(name)
-    check_mounted(path)
-    if exists(path):
-        if path.is_dir():
-            return _checked(path)
-        if path.is_file() and path.suffix == ".gguf":
-            return _checked(gguf_folder(name, path))
-        raise ModelLoadError(f"{name} is a file; a model is a folder in mlx-lm's format, or a .gguf file.")
-    if path.suffix == ".gguf" and _is_local(name, path):
-        raise UnknownModelError(
-            f"There is no file {name}. For a file on the hub, give its address: https://huggingface.co/"
-            "owner/name/blob/main/FILE.gguf."
-        )
-    file = _HUB_FILE.fullmatch(name)
-    if file is not None and (owner := hub_id(file[1])) is not None:
-        return _checked(gguf_folder(name, _hub_file(name, owner, file[2])))
-    found = hub_id(name)
-    if found is None:
-        raise UnknownModelError(
-            f"There is no model {name}: it is not a folder, not a hub id (owner/name), and not `{SMOLLM2.name}`."
-            + _name_hint(name)
-        )
-    return _checked(_hub_snapshot(name, found))
-
-
-def _name_hint(name: str) -> str:
-    if (tagged := _TAGGED_ID.fullmatch(name)) is not None:
-        return f" Name the GGUF file, as {tagged[1]}/FILE.gguf: https://huggingface.co/{tagged[1]}/tree/main."
-    hint = " Names with a colon are Ollama's: look for the model at https://huggingface.co/mlx-community."
-    return "" if _OLLAMA_NAME.fullmatch(name) is None else hint
-
-
-def _is_local(name: str, path: Path) -> bool:
-    """Whether the name of a missing file means a file on this machine."""
-    is_bare = len(path.parts) == 1 or name.startswith(("./", "../"))
-    return is_bare or path.is_absolute() or Path(path.parts[0]).is_dir()
+    place = find_place(name)
+    if place.path is not None:
+        return place.path if place.path.is_dir() else checked(gguf_folder(name, place.path))
+    if place.file is not None:
+        return checked(gguf_folder(name, _hub_file(name, place.repo, place.file)))
+    return checked(_hub_snapshot(name, place.repo))
 
 
 def find_folder(
@@ -129,15 +91,6 @@ def _found_adapter(adapter: Adapter) -> Adapter:
         return adapter._replace(fetched=_hub_snapshot(adapter.folder, name, ADAPTER_FILES))
     except (ModelLoadError, DownloadError) as error:
         raise type(error)(f"The adapter {adapter.name}: {error.message}") from error
-
-
-def _checked(folder: Path) -> Path:
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise ModelLoadError(f"{folder} cannot be read; check its permissions.")
-    missing = missing_parts(folder)
-    if missing:
-        raise ModelLoadError(f"{folder} is not a complete model in mlx-lm format; it lacks {', and '.join(missing)}.")
-    return folder
 
 
 def _hub_file(name: str, repo: str, file: str) -> Path:
