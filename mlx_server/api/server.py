@@ -34,6 +34,7 @@ from mlx_server.api.awake import keep_awake
 from mlx_server.api.http.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGate,
+    FairSelector,
     GuardedListener,
     bounded_protocol,
     room_for_connections,
@@ -80,7 +81,8 @@ def serve(config: Config, listeners: Sequence[socket.socket], make_pool: Callabl
     AppStatus.enable_automatic_graceful_drain = False
     try:
         check_tls(config.server)
-        return asyncio.run(_Server(config, listeners).run(make_pool))
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FairSelector())) as runner:
+            return runner.run(_Server(config, listeners).run(make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1
@@ -305,7 +307,7 @@ def _set_up_logging(settings: ServerConfig) -> None:
     set_up_logging(settings.log_level, settings.log_format)
     logging.getLogger("sse_starlette").setLevel(logging.INFO)
     if settings.log_level != "debug":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each wrong head that anybody sends
     logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
 
 

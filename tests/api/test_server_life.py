@@ -139,6 +139,21 @@ async def test_pulls_are_told_at_once_that_the_server_stops(has_stream: bool):
     assert "Traceback" not in errors
 
 
+async def test_wrong_heads_of_whoever_sends_them_fill_no_log():
+    upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    async with server() as running:
+        await running.ready()
+        for head in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", upgrade):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+            writer.write(head)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+            writer.close()
+        running.signal(signal.SIGTERM)
+        code, errors = await running.ended()
+    assert code == 0
+    assert "WARNING uvicorn" not in errors
+
+
 async def test_nohup_keeps_it_alive():
     async with server(before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as running:
         await running.ready()

@@ -15,10 +15,11 @@ import errno
 import logging
 import math
 import os
+import selectors
 import socket
 import time
 from asyncio import sslproto
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ use."""
 ACCEPTED_AT_ONCE = 16
 """The connections accepted in one iteration of the event loop, so that others can be closed in between. This is
 uvicorn's `backlog`."""
+
+EVENTS_AT_ONCE = 4
+"""The sockets that are served in one iteration, so that streams are written and steps prepared in between."""
 
 READ_BYTES = 8 * 1024
 """The bytes that are read and parsed at a time, so that other connections are served in between."""
@@ -194,6 +198,23 @@ class ConnectionGate:
                 self.max_num,
             )
             self._num_refused, self._logged_s = 0, now
+
+
+class FairSelector(selectors.DefaultSelector):
+    """Has the event loop serve `EVENTS_AT_ONCE` sockets in one turn. asyncio would serve all that are ready, thousands
+    perhaps, before it runs anything else, the writers of streams among it. The others have their turns, in order, before
+    the system is asked again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready: deque[tuple[selectors.SelectorKey, int]] = deque()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if not self._ready:
+            self._ready.extend(super().select(timeout))
+        turn = [self._ready.popleft() for _ in range(min(len(self._ready), EVENTS_AT_ONCE))]
+        registered = self.get_map()
+        return [(key, mask) for key, mask in turn if registered.get(key.fd) is key]  # else closed or changed
 
 
 class _Accepted(socket.socket):

@@ -1,0 +1,78 @@
+"""However many sockets are ready, the event loop serves few of them in one turn, and all in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from mlx_server.api.http.connections import EVENTS_AT_ONCE, FairSelector
+
+NUM = 10 * EVENTS_AT_ONCE
+
+
+@pytest.fixture
+def ready() -> Iterator[list[socket.socket]]:
+    """Sockets with a byte to read."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(NUM):
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            theirs.send(b"x")
+            found.append(ours)
+        yield found
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FairSelector())) as runner:
+        runner.run(work)
+
+
+def test_few_sockets_are_served_in_a_turn_and_none_twice_before_all_others(ready: list[socket.socket]):
+    async def work() -> None:
+        loop, served, turns = asyncio.get_running_loop(), list[int](), list[int]()
+        for index, one in enumerate(ready):  # nobody reads the byte, so all stay ready
+            loop.add_reader(one.fileno(), served.append, index)
+        while len(served) < 3 * NUM:
+            before = len(served)
+            await asyncio.sleep(0)
+            turns.append(len(served) - before)
+        for one in ready:
+            loop.remove_reader(one.fileno())
+        assert max(turns) <= EVENTS_AT_ONCE
+        assert all(set(served[first : first + NUM]) == set(range(NUM)) for first in (0, NUM, 2 * NUM))
+
+    run(work())
+
+
+def test_what_is_closed_before_its_turn_is_not_served_nor_a_new_socket_with_its_number(ready: list[socket.socket]):
+    async def work() -> None:
+        loop, served = asyncio.get_running_loop(), list[str]()
+        quiet, peer = socket.socketpair()
+        number = ready[-1].fileno()
+
+        def close_all() -> None:
+            served.append("first")
+            for one in ready:
+                loop.remove_reader(one.fileno())
+            os.dup2(quiet.fileno(), number)
+            loop.add_reader(number, served.append, "new")
+
+        for one in ready:
+            loop.add_reader(one.fileno(), close_all)
+        for _ in range(2 * NUM):
+            await asyncio.sleep(0)
+        assert served == ["first"]
+        with quiet, peer:
+            peer.send(b"x")
+            while len(served) < 2:
+                await asyncio.sleep(0)
+        loop.remove_reader(number)
+        assert served == ["first", "new"]
+
+    run(work())
