@@ -202,8 +202,8 @@ class ConnectionGate:
 
 class FairSelector(selectors.DefaultSelector):
     """Has the event loop serve `EVENTS_AT_ONCE` sockets in one turn. asyncio would serve all that are ready, thousands
-    perhaps, before it runs anything else, the writers of streams among it. The others have their turns, in order, before
-    the system is asked again."""
+    perhaps, before it runs anything else, the writers of streams among it. The others have their turns, in order,
+    before the system is asked again."""
 
     def __init__(self) -> None:
         super().__init__()
