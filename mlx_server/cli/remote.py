@@ -69,7 +69,7 @@ class RemoteServer:
 
     def text(self, path: str, body: dict[str, Any]) -> str:
         """The answer to a POST, as text."""
-        with self._answer("POST", path, body) as response:
+        with self._answer("POST", path, body, "text/plain") as response:
             response.read()
             return response.text
 
@@ -83,7 +83,7 @@ class RemoteServer:
     def stream(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Iterator[Any]:
         """What `read` finds in each event of a streamed answer, until `[DONE]`."""
         events = EventSplitter()
-        with self._answer("POST", path, body) as response:
+        with self._answer("POST", path, body, "text/event-stream") as response:
             for chunk in response.iter_bytes():
                 for data in events.feed(chunk):
                     yield self._found(response, data, read)
@@ -95,14 +95,19 @@ class RemoteServer:
                 raise RemoteError(_message(answer) or "The server ended the answer with an error.")
             return read(answer)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            kind = response.headers.get("content-type", "something")
-            raise RemoteError(
-                f"{self.url} answers with {kind} that is not in mlx-serve's format; is it an mlx-serve server?"
-            ) from error
+            raise self._other_format(response) from error
+
+    def _other_format(self, response: httpx.Response) -> RemoteError:
+        kind = response.headers.get("content-type", "something")
+        return RemoteError(
+            f"{self.url} answers with {kind} that is not in mlx-serve's format; is it an mlx-serve server?"
+        )
 
     @contextlib.contextmanager
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
-        """An answer that is no error; its body is not read yet."""
+    def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None, kind: str = ""
+    ) -> Iterator[httpx.Response]:
+        """An answer of this content type that is no error; its body is not read yet."""
         try:
             request = self._client.build_request(method, self.url + path, json=body)
         except (ValueError, httpx.InvalidURL) as error:  # NaN, or text from bytes that are not UTF-8
@@ -111,9 +116,11 @@ class RemoteServer:
         try:
             response = self._client.send(request, stream=True)
             with contextlib.closing(response):
-                if response.is_error:
+                if not response.is_success:
                     response.read()
                     raise RemoteError(self._refusal(response))
+                if not response.headers.get("content-type", "").startswith(kind):
+                    raise self._other_format(response)
                 yield response
         except httpx.HTTPError as error:
             raise RemoteError(self._unreachable(error)) from error

@@ -19,6 +19,8 @@ from mlx_server.cli import chat
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import KEY_VARIABLE, RemoteError, RemoteServer
 
+EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
+
 
 class FakeServer:
     """Answers chats with `words`, one event each; `refusal` (status, message) instead, when set."""
@@ -45,14 +47,16 @@ class FakeServer:
                 if outer.error_after_words:
                     events[-1] = {"error": {"message": outer.error_after_words}}
                 lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-                self._send(200, ("".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"])).encode())
+                body = "".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"]).encode()
+                self._send(200, body, "text/event-stream")
 
             def do_GET(self) -> None:
                 outer.keys.append(self.headers.get("authorization"))
                 self._send(200, json.dumps({"data": outer.models}).encode())
 
-            def _send(self, status: int, body: bytes) -> None:
+            def _send(self, status: int, body: bytes, kind: str = "application/json") -> None:
                 self.send_response(status)
+                self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -240,6 +244,19 @@ def test_a_page_instead_of_json_is_said_to_be_one() -> None:
         RemoteServer("http://host", transport=page).request("GET", "/v1/models")
 
 
+@pytest.mark.parametrize("status", [200, 302])
+def test_a_page_instead_of_an_answer_is_no_answer(monkeypatch, capsys, status: int) -> None:
+    page = httpx.MockTransport(lambda request: httpx.Response(status, html="<html></html>"))
+    monkeypatch.setattr(chat, "RemoteServer", lambda url: RemoteServer("http://host", transport=page))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["chat", "Hi"]) == 1
+    out, errors = capsys.readouterr()
+    assert out.strip() == ""
+    assert ("http://host answered 302" if status == 302 else "answers with text/html; charset=utf-8 that") in errors
+    with pytest.raises(RemoteError):
+        RemoteServer("http://host", transport=page).text("/v1/load_lora_adapter", {})
+
+
 @pytest.mark.parametrize("body", ["", "3", "[]", '{"models": []}', '{"data": 3}', '{"data": [{}]}', '{"data": ["a"]}'])
 def test_an_answer_of_another_form_is_said_to_be_one(body: str) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
@@ -253,14 +270,15 @@ def test_characters_that_unicode_calls_ends_of_lines_are_text(chunk_size: int) -
     event = json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False)
     body = f": hi\r\n\r\ndata: {event}\r\n\r\ndata: {event}\n\ndata: [DONE]\n\n".encode()
     parts = [body[start : start + chunk_size] for start in range(0, len(body), chunk_size)]
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=iter(parts)))
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, headers=EVENTS, content=iter(parts)))
     pieces = RemoteServer("http://host", transport=transport).stream("/v1/chat/completions", {}, chat.Piece.of)
     assert [piece.text for piece in pieces] == [text, text]
 
 
 @pytest.mark.parametrize("event", ["hello", "3", "[]", '{"choices": 3}', '{"choices": ["a"]}', '{"usage": "a"}'])
 def test_an_event_of_another_form_is_said_to_be_one(event: str) -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n"))
+    body = f"data: {event}\n\ndata: [DONE]\n\n".encode()
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, headers=EVENTS, content=body))
     with pytest.raises(RemoteError, match="is it an mlx-serve server"):
         list(RemoteServer("http://host", transport=transport).stream("/v1/chat/completions", {}, chat.Piece.of))
 
