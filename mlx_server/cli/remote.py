@@ -104,9 +104,7 @@ class RemoteServer:
         )
 
     @contextlib.contextmanager
-    def _answer(
-        self, method: str, path: str, body: dict[str, Any] | None, kind: str = ""
-    ) -> Iterator[httpx.Response]:
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None, kind: str = "") -> Iterator[httpx.Response]:
         """An answer of this content type that is no error; its body is not read yet."""
         try:
             request = self._client.build_request(method, self.url + path, json=body)
