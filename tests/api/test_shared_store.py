@@ -439,6 +439,12 @@ async def test_items_are_found_by_their_ids(fleet: Fleet):
     answer = await second.respond(key, input=[reference, {"role": "user", "content": "And?"}])
     assert answer.status_code == 200, answer.text
     assert asked(second) == "<|assistant|>Hello world<|end|><|user|>And?<|end|><|assistant|>"
+    sent = [{"type": "message", "role": "user", "content": f"é\n{n}", "id": f"msg_é{n}"} for n in range(3)]
+    await first.respond(key, input=sent)
+    references = [{"type": "item_reference", "id": f"msg_é{n}"} for n in (2, 0)]
+    answer = await second.respond(key, input=[*references, reference])
+    assert asked(second) == "<|user|>é\n2\né\n0<|end|><|assistant|>Hello world<|end|><|assistant|>"
+    assert (await second.respond(key, input=[{"type": "item_reference", "id": "msg_é3"}])).status_code == 400
 
 
 async def test_records_of_an_earlier_format_are_as_if_not_kept(fleet: Fleet, redis: RedisServer):

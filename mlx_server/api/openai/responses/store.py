@@ -14,7 +14,7 @@ import asyncio
 import json
 import sys
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -68,8 +68,8 @@ class KeptItem:
         return item
 
 
-_ITEM_BYTES = sys.getsizeof(KeptItem("", b"")) + sys.getsizeof(b"") + 8
-"""Of an item, beside its id and its text; the last is for the pointer to it."""
+_ITEM_BYTES = sys.getsizeof(KeptItem("", b"")) + sys.getsizeof(b"") + 8 + 136
+"""Of an item, beside its id and its text: also for the pointer to it, and its entry in the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,14 @@ def total_bytes(items: Iterable[KeptItem]) -> int:
 
 @dataclass(slots=True)
 class OwnerRecords:
-    """One owner's records of a kind on this server: those that have ended, the most recently used last, with their
-    bytes, and those in progress. What generates these holds them anyway, so they are neither counted nor pushed out."""
+    """One owner's records of a kind on this server: those that have ended, the most recently used last, with an index
+    of their items and their bytes, and those in progress. What generates these holds them anyway, so they are neither
+    counted nor pushed out."""
 
     records: OrderedDict[str, Record] = field(default_factory=OrderedDict)
     in_progress: dict[str, Record] = field(default_factory=dict)
+    items: defaultdict[str, list[KeptItem]] = field(default_factory=lambda: defaultdict(list))
+    """By id, the newest last: one for each record that has it. Clients may give different items one id."""
     num_bytes: int = 0
 
     def __contains__(self, record_id: str) -> bool:
@@ -162,9 +165,11 @@ class OwnerRecords:
         self.drop(record.id)
         if record.is_in_progress:
             self.in_progress[record.id] = record
-        else:
-            self.records[record.id] = record
-            self.num_bytes += record.num_bytes
+            return
+        self.records[record.id] = record
+        self.num_bytes += record.num_bytes
+        for item in record.items.items:
+            self.items[item.id].append(item)
 
     def find(self, record_id: str) -> Record | None:
         """The record, or None; finding it is a use."""
@@ -173,27 +178,20 @@ class OwnerRecords:
             return self.records[record_id]
         return self.in_progress.get(record_id)
 
-    async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
-        """The kept items with these ids; finding them is a use of their records. Streams go on between one record and
-        the next, since all of them may have a million items."""
-        found: dict[str, KeptItem] = {}
-        for record in [*self.in_progress.values(), *reversed(self.records.values())]:
-            if len(found) == len(ids):
-                break
-            new = {item.id: item for item in record.items.items if item.id in ids and item.id not in found}
-            if new:
-                found.update(new)
-                self.find(record.id)
-            await asyncio.sleep(0)
-        return found
-
     def drop(self, record_id: str) -> bool:
         """Forgets a record; returns whether it was kept."""
         if self.in_progress.pop(record_id, None) is not None:
             return True
         dropped = self.records.pop(record_id, None)
-        self.num_bytes -= 0 if dropped is None else dropped.num_bytes
-        return dropped is not None
+        if dropped is None:
+            return False
+        self.num_bytes -= dropped.num_bytes
+        for item in dropped.items.items:
+            found = self.items[item.id]
+            found.remove(item)
+            if not found:
+                del self.items[item.id]
+        return True
 
 
 class RecordStore:
@@ -265,26 +263,29 @@ return body
 _FIND_ITEMS = (
     _BEGIN
     + """
-local wanted, num_wanted, bodies, num_bytes = {}, 0, {}, 0
+local wanted, num_wanted, found, num_bytes = {}, 0, {}, 0
 for _, id in ipairs(cjson.decode(ARGV[3])) do
   wanted[id] = true
   num_wanted = num_wanted + 1
 end
 for _, record in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
-  if num_wanted == 0 or num_bytes > ARGV[4] + 0 then break end
-  local has_some = false
-  for _, id in ipairs(cjson.decode(redis.call('HGET', KEYS[2], record) or '[]')) do
+  if num_bytes > ARGV[4] + 0 then break end
+  local ids, has_some = cjson.decode(redis.call('HGET', KEYS[2], record) or '[]'), false
+  for _, id in ipairs(ids) do
+    if wanted[id] then has_some = true end
+  end
+  local index = -3
+  for line in string.gmatch(has_some and redis.call('HGET', KEYS[1], record) or '', '[^\\n]+') do
+    index = index + 1
+    local id = ids[index]
     if wanted[id] then
-      wanted[id], num_wanted, has_some = nil, num_wanted - 1, true
+      found[#found + 1], found[#found + 2] = id, line
+      wanted[id], num_wanted, num_bytes = nil, num_wanted - 1, num_bytes + #line
+      if num_wanted == 0 then return found end
     end
   end
-  if has_some then
-    bodies[#bodies + 1] = redis.call('HGET', KEYS[1], record)
-    num_bytes = num_bytes + #bodies[#bodies]
-    use(record)
-  end
 end
-return bodies
+return found
 """
 )
 _DROP = _BEGIN + "return drop(ARGV[3])"
@@ -372,14 +373,14 @@ class KeptRecords:
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """The kept items with these ids. Raises like `find`."""
-        found = await self._owned.find_items(ids)
+        known = self._owned.items
+        found = {item_id: known[item_id][-1] for item_id in ids if item_id in known}
         missing = set(ids) - found.keys()
         if missing and self._shared is not None:
             wanted, what = json.dumps(sorted(missing)), f"item {min(missing)}"
-            bodies: Sequence[bytes] = await self._ask(_FIND_ITEMS, what, wanted, MAX_BODY_BYTES)
-            for packed in bodies:
-                items = {item.id: item for item in Record.unpacked(packed).items.items if item.id in missing}
-                found = {**items, **found}
+            reply: Sequence[bytes] = await self._ask(_FIND_ITEMS, what, wanted, MAX_BODY_BYTES)
+            items = (KeptItem(item_id.decode(), text) for item_id, text in zip(reply[::2], reply[1::2], strict=True))
+            found.update((item.id, item) for item in items)
         return found
 
     async def get(self, record_id: str) -> Record:
