@@ -93,8 +93,7 @@ async def add_items(conversation_id: str, body: ConversationItems, request: Requ
     """Adds items at the end."""
     earlier = (await stores.conversations.get(conversation_id)).input
     new = await _read(body.items, earlier, request, stores)
-    await extend(stores.conversations, conversation_id, new)
-    return item_list(new.items)
+    return item_list((await extend(stores.conversations, conversation_id, new)).items)
 
 
 @router.get("/v1/conversations/{conversation_id}/items", response_model=dict[str, Any])

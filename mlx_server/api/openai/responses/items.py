@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_server.api.answers.chat_plan import Turns
-from mlx_server.api.openai.responses.store import Item
+from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems
 from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
 from mlx_server.errors import InvalidRequestError
 
@@ -59,16 +59,20 @@ def normalise_input(
     ]
 
 
-def with_own_ids(items: Iterable[Item], taken: Iterable[str]) -> Iterator[Item]:
-    """Normalised items as they are kept. One whose id is `taken`, or that of an item before it, gets a fresh one, since
-    pages of items begin after an id."""
+def with_own_ids(items: Iterable[KeptItem], taken: Iterable[str]) -> KeptItems:
+    """The items as they are kept. One whose id is `taken`, or that of an item before it, gets a fresh one, since pages
+    of items begin after an id."""
     seen = set(taken)
-    for item in items:
-        if item["id"] in seen:
+
+    def own(kept: KeptItem) -> KeptItem:
+        if kept.id in seen:
+            item = kept.read()
             called = {"call_id": _call_id(item)} if _is_of_call(item) else {}
-            item = {**item, **called, "id": _fresh_id(KINDS.get(item["type"], _UNREAD))}
-        seen.add(item["id"])
-        yield item
+            kept = KeptItem.of({**item, **called, "id": _fresh_id(KINDS.get(item["type"], _UNREAD))})
+        seen.add(kept.id)
+        return kept
+
+    return KeptItems.of(map(own, items))
 
 
 def cut_points(items: Sequence[Item]) -> list[int]:

@@ -64,8 +64,8 @@ class NewItems:
     def kept(self, earlier: KeptItems) -> KeptItems:
         """With ids that are not those of `earlier` items."""
         known = {id(item): self._referenced[item_id] for item_id, item in self._read.items()}
-        own = with_own_ids(self.items, [item.id for item in earlier.items])
-        return KeptItems.of(known.get(id(item)) or KeptItem.of(item) for item in own)
+        kept = (known.get(id(item)) or KeptItem.of(item) for item in self.items)
+        return with_own_ids(kept, (item.id for item in earlier.items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +190,17 @@ def check_room(items: KeptItems, max_bytes: int, field: str) -> None:
 
 async def extend(
     conversations: KeptRecords, conversation_id: str, new: KeptItems, output: KeptItems | None = None
-) -> Record:
-    """Adds items to a conversation, without those that it has already, and an answer. Raises like
+) -> KeptItems:
+    """Adds items to a conversation, and an answer; returns the items as they are kept there. Raises like
     `KeptRecords.change`, and `InvalidRequestError` if it has no room for the items: others may have come meanwhile."""
+    added = new
 
     def extended(record: Record) -> Record:
-        known = {item.id for item in record.input.items}
-        longer = record.input + KeptItems.of(item for item in new.items if item.id not in known)
+        nonlocal added
+        added = with_own_ids(new.items, (item.id for item in record.input.items))
+        longer = record.input + added
         check_room(longer, conversations.max_bytes, "items")
         return replace(record, input=longer + (output or KeptItems()))
 
-    return await conversations.change(conversation_id, extended)
+    await conversations.change(conversation_id, extended)
+    return added

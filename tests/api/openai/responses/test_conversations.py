@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from mlx_server.api.openai.responses import reading, store
+from mlx_server.api.openai.responses import conversations, reading, store
 from tests.api.fakes import say
 from tests.api.worlds import World, until
 
@@ -143,16 +143,36 @@ async def test_only_what_is_complete_is_added(world: World, caplog: pytest.LogCa
 async def test_two_responses_at_a_time_lose_nothing(world: World):
     made = await world.openai.conversations.create()
     world.engine.gate.clear()
-    item = {**said("Same"), "id": "msg_same"}
     asking = [
-        asyncio.create_task(world.openai.responses.create(model="fake", input=[item, said(text)], conversation=made.id))
+        asyncio.create_task(
+            world.openai.responses.create(model="fake", input=[{**said(text), "id": "msg_1"}], conversation=made.id)
+        )
         for text in "AB"
     ]
     await until(lambda: len(world.engine.requests) == 2)
     world.engine.gate.set()
     await asyncio.gather(*asking)
     found = await texts(world, made.id)
-    assert sorted(found) == ["A", "B", "Hello world", "Hello world", "Same"]
+    assert sorted(found) == ["A", "B", "Hello world", "Hello world"]
+
+
+async def test_items_that_are_added_at_a_time_have_ids_of_their_own(world: World, monkeypatch: pytest.MonkeyPatch):
+    made = await world.openai.conversations.create()
+    read, num_read = conversations._read, 0
+
+    async def read_together(*args: Any) -> Any:
+        nonlocal num_read
+        items = await read(*args)
+        num_read += 1
+        await until(lambda: num_read == 2)
+        return items
+
+    monkeypatch.setattr(conversations, "_read", read_together)
+    add = world.openai.conversations.items.create
+    lists = await asyncio.gather(*(add(made.id, items=[{**said(text), "id": "msg_1"}]) for text in "AB"))
+    ids = [item.id async for item in world.openai.conversations.items.list(made.id, order="asc")]
+    assert sorted(ids) == sorted(str(added.first_id) for added in lists)
+    assert len({*ids}) == 2
 
 
 async def test_items_of_conversations_can_be_referred_to(world: World):
