@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from mlx_server.api.answers.generation import OutputParser, Plan, Prompt, Truncation
-from mlx_server.api.answers.images import ImageLoader
+from mlx_server.api.answers.images import ImageLoader, RequestImages
 from mlx_server.api.http.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar
@@ -175,20 +175,25 @@ class ChatPlanner:
     def __init__(self, images: ImageLoader) -> None:
         self._images = images
 
-    async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Plan:
-        """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
-        `InvalidRequestError` and `UnsupportedError`. Work in the thread goes on when this is cancelled."""
-        written = await self._write(engine, read, turn, plans=True)
+    async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn, images: RequestImages | None = None) -> Plan:
+        """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages.
+        `images` remembers its images, for a request that is planned several times. Raises `InvalidRequestError` and
+        `UnsupportedError`. Work in the thread goes on when this is cancelled."""
+        written = await self._write(engine, read, turn, images, plans=True)
         if written.plan is not None:
             return written.plan
         param = written.call.grammar_param or ""
         return await engine.grammars.threads.run(lambda: _plan(engine, written), param, turn.requester)
 
-    async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
-        """The prompt alone; `read` and what is raised are as for `plan`."""
-        return (await self._write(engine, read, turn, plans=False)).prompt
+    async def render(
+        self, engine: AsyncEngine, read: Read, turn: TextTurn, images: RequestImages | None = None
+    ) -> Prompt:
+        """The prompt alone; `read`, `images` and what is raised are as for `plan`."""
+        return (await self._write(engine, read, turn, images, plans=False)).prompt
 
-    async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn, *, plans: bool) -> _Written:
+    async def _write(
+        self, engine: AsyncEngine, read: Read, turn: TextTurn, images: RequestImages | None, *, plans: bool
+    ) -> _Written:
         """The call and its prompt, and with `plans` the plan, if the call needs no grammar. Without images,
         one turn in a thread makes all of it; with images, two turns, and the images are prepared between them."""
         seeing, owner = engine.vision, turn.requester.key
@@ -212,7 +217,8 @@ class ChatPlanner:
             return begun
         assert seeing is not None
         assert parts is not None
-        call, pictures = begun, await self._images.prepare(seeing, parts, turn.requester, engine.max_model_len)
+        call, known = begun, images or RequestImages()
+        pictures = await self._images.prepare(seeing, parts, turn.requester, engine.max_model_len, known)
         return await turn.in_thread(lambda: write(call, pictures))
 
 

@@ -27,7 +27,7 @@ from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_daemon_thread, in_executor, shielded
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.families import PreparedImage
-from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
+from mlx_server.engine.vision.parts import ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.environment import expanded
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
@@ -63,6 +63,26 @@ _WITH_IPV4 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:
 """Mapped addresses and those of NAT64, which lead to the IPv4 address in their last 32 bits."""
 
 
+class RequestImages:
+    """The images of one request that were prepared, or could not be read, by source; and the time in seconds that is
+    left for fetching. It runs only while an image is fetched, not while one waits for a slot."""
+
+    def __init__(self) -> None:
+        self.by_source: dict[str, PreparedImage | UnreadableImageError] = {}
+        self.left_s = ALL_FETCHES_S
+
+    @contextlib.asynccontextmanager
+    async def fetching(self) -> AsyncIterator[None]:
+        """Around one fetch. Raises `TimeoutError`."""
+        time = asyncio.get_running_loop().time
+        start_s = time()
+        try:
+            async with asyncio.timeout(min(self.left_s, FETCH_S)):
+                yield
+        finally:
+            self.left_s -= time() - start_s
+
+
 class ImageLoader:
     """The images of one server's requests. Event-loop thread only."""
 
@@ -78,14 +98,13 @@ class ImageLoader:
         self._held = HeldArrays()
 
     async def prepare(
-        self, model: SeeingModel, parts: ImageParts, requester: Requester, max_model_len: int
+        self, model: SeeingModel, parts: ImageParts, requester: Requester, max_model_len: int, known: RequestImages
     ) -> Pictures:
-        """Prepares the images of `parts` for the model, one after the other; skips unreadable ones that a note may
-        replace. Raises `InvalidRequestError` with the image's path, `ContextLengthError` once they cannot fit, and
-        `OverloadedError` while the images of other requests take all the memory for images."""
+        """Prepares the images of `parts` for the model, one after the other, except `known` ones; skips unreadable ones
+        that a note may replace. Raises `InvalidRequestError` with the image's path, `ContextLengthError` once they
+        cannot fit, and `OverloadedError` while the images of other requests take all the memory for images."""
         prepared: dict[int, PreparedImage] = {}
         num_tokens = num_bytes = 0
-        clock = _FetchClock(ALL_FETCHES_S)
         for index, part in enumerate(parts.found):
             num_left, num_own = MAX_HELD_BYTES - self._held.num_bytes, self._held.of(requester.key)
             if num_own > 2 * num_left:
@@ -94,12 +113,13 @@ class ImageLoader:
                     f"what is left of the {MAX_HELD_BYTES:,} for all keys. Try again when some requests have ended.",
                     _HELD_RETRY_S,
                 )
-            try:
-                image = await self._prepare(model, part, requester, clock)
-            except UnreadableImageError as error:
+            if part.source not in known.by_source:
+                known.by_source[part.source] = await self._prepared(model, part.source, requester, known)
+            image = known.by_source[part.source]
+            if isinstance(image, UnreadableImageError):
                 if part.is_noted:
                     continue
-                raise InvalidRequestError(f"{part.where} is an image that {error}.", part.where) from error
+                raise InvalidRequestError(f"{part.where} is an image that {image}.", part.where) from image
             prepared[index] = image
             self._held.add(image, requester.key)
             num_tokens, num_bytes = num_tokens + image.num_tokens, num_bytes + image.num_bytes
@@ -117,14 +137,11 @@ class ImageLoader:
                 )
         return Pictures(model, parts, prepared)
 
-    async def _prepare(
-        self, model: SeeingModel, part: ImagePart, requester: Requester, clock: _FetchClock
-    ) -> PreparedImage:
-        source = part.source
+    async def _prepared(
+        self, model: SeeingModel, source: str, requester: Requester, known: RequestImages
+    ) -> PreparedImage | UnreadableImageError:
         scheme = source[:8].lower()
         fetched: bytes | None = None
-        if scheme.startswith(("http:", "https:")):
-            fetched = await self._fetch(source, requester, clock)
 
         def work() -> PreparedImage:
             data = fetched
@@ -132,15 +149,20 @@ class ImageLoader:
                 data = _read_file(source, self._folder) if scheme.startswith("file:") else read_base64(source)
             return model.prepare(data, self._max_pixels, requester.key)
 
-        slot = await _turn(self._slots, requester, "decoded")
-        return await in_executor(self._threads, work, slot.release)
+        try:
+            if scheme.startswith(("http:", "https:")):
+                fetched = await self._fetch(source, requester, known)
+            slot = await _turn(self._slots, requester, "decoded")
+            return await in_executor(self._threads, work, slot.release)
+        except UnreadableImageError as error:
+            return error
 
-    async def _fetch(self, url: str, requester: Requester, clock: _FetchClock) -> bytes:
+    async def _fetch(self, url: str, requester: Requester, known: RequestImages) -> bytes:
         slot = await _turn(self._fetches, requester, "fetched")
         try:
             if self._tls is None:  # reads all authorities' certificates, which takes a tenth of a second and more
                 self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
-            async with clock.running():
+            async with known.fetching():
                 return await fetch(url, self._hosts, self._tls, self._look_up)
         except TimeoutError:
             raise UnreadableImageError(
@@ -199,25 +221,6 @@ class HeldArrays:
             self._num_bytes[owner] -= num_bytes
             if not self._num_bytes[owner]:
                 del self._num_bytes[owner]
-
-
-class _FetchClock:
-    """The time in seconds that a request has left for fetching. It runs only while an image is fetched, not while one
-    waits for a slot."""
-
-    def __init__(self, left_s: float) -> None:
-        self.left_s = left_s
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Around one fetch. Raises `TimeoutError`."""
-        time = asyncio.get_running_loop().time
-        start_s = time()
-        try:
-            async with asyncio.timeout(min(self.left_s, FETCH_S)):
-                yield
-        finally:
-            self.left_s -= time() - start_s
 
 
 async def _turn(slots: FairSlots, requester: Requester, what: str) -> Slot:

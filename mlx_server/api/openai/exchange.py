@@ -21,6 +21,7 @@ from mlx_server.api.answers.chat_plan import Read
 from mlx_server.api.answers.collect import Answer, collect
 from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, Plan, Prompt
 from mlx_server.api.answers.generation_service import lease_engine
+from mlx_server.api.answers.images import RequestImages
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand
@@ -102,9 +103,10 @@ class Exchange:
     def model_name(self) -> str:
         return self.engine.names.with_adapter(self.adapter)
 
-    async def plan(self, read: Read) -> Plan:
-        """Plans the chat that `read` makes of the body, in the request's turn. Raises `ServeError`."""
-        return await self.context.chats.plan(self.engine, read, self.turn)
+    async def plan(self, read: Read, images: RequestImages | None = None) -> Plan:
+        """Plans the chat that `read` makes of the body, in the request's turn; `images` are for several plans. Raises
+        `ServeError`."""
+        return await self.context.chats.plan(self.engine, read, self.turn, images)
 
     async def render(self, read: Read) -> Prompt:
         """Returns the chat's prompt only, and counts its tokens as read for the caller's quota. Raises `ServeError`."""

@@ -471,6 +471,35 @@ async def test_an_allowed_host_is_asked(seer: World, gallery: str, path: str):
     assert [image.digest for image in seen(seer)] == [digest_of(seer, CAT)]
 
 
+async def test_an_image_is_fetched_once_however_often_its_chat_is_cut(
+    seer: World, gallery: str, monkeypatch: pytest.MonkeyPatch
+):
+    fetch, fetched, prepared = images.fetch, list[str](), list[bytes]()
+    prepare = seer.engine.vision.prepare  # type: ignore[union-attr]
+
+    async def watched(url: str, *args: Any) -> bytes:
+        fetched.append(url)
+        return await fetch(url, *args)
+
+    def prepare_watched(data: bytes, *args: Any) -> Any:
+        prepared.append(data)
+        return prepare(data, *args)
+
+    monkeypatch.setattr(images, "fetch", watched)
+    monkeypatch.setattr(seer.engine.vision, "prepare", prepare_watched)
+    seer.configure_server(allowed_media_domains="127.0.0.1")
+    image = {"type": "input_image", "image_url": f"{gallery}/cat.png"}
+    told = {"type": "function_call_output", "call_id": "1", "output": [{**image, "image_url": f"{gallery}/missing"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    old = [*user("Old " + "word " * 50), {"role": "assistant", "content": "Yes"}]
+    body = {"input": [*old * 3, *user([image, image]), call, told], "truncation": "auto"}
+    seer.engine.max_model_len = 200
+    answer = await seer.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert (len(seen(seer)), UNREADABLE_NOTE in prompt_of(seer), "Old" in prompt_of(seer)) == (2, True, False)
+    assert (sorted(fetched), len(prepared)) == ([f"{gallery}/cat.png", f"{gallery}/missing"], 1)
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [

@@ -23,6 +23,7 @@ _INSTRUCTING = ("system", "developer")
 ROLES = ("user", "assistant", *_INSTRUCTING)
 _PART_FIELDS = ("type", "text", "refusal")
 _IMAGE_FIELDS = ("image_url", "detail")
+_IMAGE_WEIGHT = 2000
 
 
 def qualified(name: str, namespace: str) -> str:
@@ -97,6 +98,17 @@ def left_out(items: Sequence[Item], num: int) -> set[int]:
     if follower is None or follower.get("role") != "user":
         asked = next((index for index in reversed(gone) if items[index].get("role") == "user"), None)
     return {index for index in gone if index != asked}
+
+
+def weight(item: Any) -> int:
+    """Roughly the characters that an item, or a part of one, has in a prompt."""
+    if isinstance(item, str):
+        return len(item)
+    if isinstance(item, list):
+        return sum(map(weight, item))
+    if not isinstance(item, dict) or item.get("type") == "reasoning":  # most templates leave earlier reasoning out
+        return 0
+    return _IMAGE_WEIGHT if item.get("type") == "input_image" else sum(map(weight, item.values()))
 
 
 def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:

@@ -3,7 +3,6 @@ to."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -14,18 +13,11 @@ from mlx_server.api.answers.chat_plan import ChatCall
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES, MAX_MESSAGES
-from mlx_server.api.openai.exchange import Exchange
-from mlx_server.api.openai.responses.items import (
-    cut_points,
-    left_out,
-    normalise_input,
-    referenced_ids,
-    with_own_ids,
-)
+from mlx_server.api.openai.responses.items import left_out, normalise_input, referenced_ids, with_own_ids
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, KeptRecords, Record, total_bytes
 from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.errors import ContextLengthError, InvalidRequestError
+from mlx_server.errors import InvalidRequestError
 
 
 class Stores:
@@ -69,24 +61,22 @@ class NewItems:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parsed:
-    """Earlier items and then those of the input, and the numbers of oldest ones that can be left out (`cut_points`).
-    They take up to thirty times the memory of kept items, so nothing holds them while the answer is generated."""
+class Parsed:
+    """Earlier items and then those of the input. They take up to thirty times the memory of kept items, so nothing
+    holds them while the answer is generated."""
 
     items: Sequence[Item]
     num_earlier: int
-    cuts: Sequence[int]
 
 
 class Reading:
-    """A response's input, with the earlier items that it continues or refers to. `call` reads it without the oldest
-    `num_left_out` items, in the thread that plans the chat, and sets `echo` and `new_items`."""
+    """A response's input, with the earlier items that it continues or refers to. `parse` and `write` are for the thread
+    that plans the chat; `parse` sets `echo` and `new_items`."""
 
     def __init__(self, body: ResponsesRequest, earlier: KeptItems, referenced: Mapping[str, KeptItem]) -> None:
         self.earlier = earlier
         self.new_items = KeptItems()
         self.echo = b""
-        self.num_left_out = 0
         self._body = body
         self._referenced = referenced
 
@@ -109,60 +99,23 @@ class Reading:
         """Raises `InvalidRequestError`."""
         return self.write(self.parse(images), images)
 
-    def parse(self, images: ImageParts | None) -> _Parsed:
+    def parse(self, images: ImageParts | None) -> Parsed:
         """Raises `InvalidRequestError`."""
         body = self._body
         self.echo = body.echo()
         new = NewItems(body.input, self._referenced, "input", keeps_images=images is not None)
         if body.store is not False or body.conversation is not None:
             self.new_items = new.kept(self.earlier)
-        items = [*(item.read() for item in self.earlier.items), *new.items]
-        return _Parsed(items, len(self.earlier.items), cut_points(items) if body.truncation == "auto" else ())
+        return Parsed([*(item.read() for item in self.earlier.items), *new.items], len(self.earlier.items))
 
-    def write(self, parsed: _Parsed, images: ImageParts | None) -> ChatCall:
-        """Raises `InvalidRequestError`."""
-        gone = left_out(parsed.items, self.num_left_out)
+    def write(self, parsed: Parsed, images: ImageParts | None, num_left_out: int = 0) -> ChatCall:
+        """The call without the oldest items. Raises `InvalidRequestError`."""
+        gone = left_out(parsed.items, num_left_out)
         earlier, items = list[Item](), list[Item]()
         for index, item in enumerate(parsed.items):
             if index not in gone:
                 (earlier if index < parsed.num_earlier else items).append(item)
         return self._body.call(images, items, earlier)
-
-
-async def cut_to_fit(exchange: Exchange, reading: Reading) -> None:
-    """Leaves out as few of the oldest items as makes the prompt fit the context that the caller may use. If it is any,
-    an eighth of the context is free for the answer, or `max_output_tokens` if they are less. Raises what
-    `Exchange.plan` raises, except `ContextLengthError`."""
-    limit = min(exchange.engine.max_model_len, exchange.caller.tier.max_context_tokens or sys.maxsize)
-    room = min(exchange.body.output_limit or limit, max(1, limit // 8))
-
-    parsed: _Parsed | None = None
-
-    def read(images: ImageParts | None) -> ChatCall:
-        nonlocal parsed
-        parsed = parsed or reading.parse(images)
-        return reading.write(parsed, images)
-
-    async def fits(num_left_out: int, num_kept_free: int) -> bool:
-        reading.num_left_out = num_left_out
-        try:
-            prompt = await exchange.context.chats.render(exchange.engine, read, exchange.turn)
-        except ContextLengthError:
-            return False
-        return len(prompt.token_ids) + num_kept_free <= limit
-
-    if await fits(0, 1):
-        return
-    assert parsed is not None
-    cuts = (0, *parsed.cuts)
-    fewest, most = min(1, len(cuts) - 1), len(cuts) - 1
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if await fits(cuts[middle], room):
-            most = middle
-        else:
-            fewest = middle + 1
-    reading.num_left_out = cuts[fewest]
 
 
 async def _earlier(body: ResponsesRequest, stores: Stores) -> KeptItems:

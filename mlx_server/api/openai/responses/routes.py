@@ -7,14 +7,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from mlx_server.api.answers.chat_plan import Read
+from mlx_server.api.answers.generation import Prompt
+from mlx_server.api.answers.images import RequestImages
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.output import ResponseWriter
 from mlx_server.api.openai.responses.pages import Page, as_json
-from mlx_server.api.openai.responses.reading import Kept, Reading, check_room, cut_to_fit
+from mlx_server.api.openai.responses.reading import Kept, Reading, check_room
 from mlx_server.api.openai.responses.request import ResponsesRequest
+from mlx_server.api.openai.responses.truncation import within_context
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 
 router = APIRouter(tags=["responses"], route_class=TurnRoute)
@@ -25,9 +29,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     """A response, streamed with `stream: true`; with `background: true` it goes on without its client."""
     exchange = await open_exchange(body, request, context)
     reading = await Reading.open(body, stores)
-    if body.truncation == "auto":
-        await cut_to_fit(exchange, reading)
-    plan = await exchange.plan(reading.call)
+    plan = await within_context(exchange, body, reading, exchange.plan, lambda plan: len(plan.prompts[0].token_ids))
     if body.conversation is not None:
         check_room(reading.earlier + reading.new_items, stores.conversations.max_bytes, "conversation")
     writer = ResponseWriter(exchange, body, reading, stores)
@@ -47,9 +49,12 @@ async def count_input_tokens(
     """How many tokens a response's prompt has, without generating."""
     exchange = await open_exchange(body, request, context, generates=False)
     reading = await Reading.open(body, stores)
-    if body.truncation == "auto":
-        await cut_to_fit(exchange, reading)
-    prompt = await exchange.render(reading.call)
+
+    async def render(read: Read, images: RequestImages) -> Prompt:
+        return await context.chats.render(exchange.engine, read, exchange.turn, images)
+
+    prompt = await within_context(exchange, body, reading, render, lambda prompt: len(prompt.token_ids))
+    context.quotas.add_read(exchange.caller, len(prompt.token_ids))
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from mlx_server.api.openai.responses.items import cut_points, left_out
+from mlx_server.config import Config
 from mlx_server.engine.text.chat import ChatFormatter
+from mlx_server.pool.model_pool import ModelPool
 from mlx_server.tiers import Tier
 from tests import models_tested
-from tests.api.worlds import World
+from tests.api.real_worlds import RealWorld
+from tests.api.worlds import Site, World
 from tests.text_worlds import make_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -44,7 +49,7 @@ async def num_tokens(world: World, **body: Any) -> int:
 LONG = [said(f"{number} " + "word " * 20, role) for number in range(20) for role in ("user", "assistant")]
 
 
-async def test_as_few_of_the_oldest_items_as_possible_are_left_out(world: World):
+async def test_the_oldest_items_are_left_out(world: World):
     world.engine.max_model_len = 400
     items = [said("Be brief.", "developer"), *LONG, said("Last")]
     body, prompt = await ask(world, input=items, instructions="Be nice.")
@@ -63,6 +68,72 @@ async def test_as_few_of_the_oldest_items_as_possible_are_left_out(world: World)
     assert lengths[0] < longer["usage"]["input_tokens"] <= 395
     listed = (await world.http.get(f"/v1/responses/{body['id']}/input_items?limit=100")).json()["data"]
     assert len(listed) == len(items), "what is kept is whole"
+
+
+def watch_renders(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of messages of the chats that are rendered from now on."""
+    found = list[int]()
+    formatted = world.engine.chat.format
+
+    def format_(messages: Any, *args: Any) -> Any:
+        found.append(len(messages))
+        return formatted(messages, *args)
+
+    monkeypatch.setattr(world.engine.chat, "format", format_)
+    return found
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+@pytest.mark.parametrize("num_earlier", [20, 400, 1600])
+async def test_the_same_items_are_left_out_until_the_context_is_full_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, num_earlier: int
+):
+    """So that most turns find their prefix cached; whatever the length of the conversation, with a few renders."""
+    world.engine.max_model_len = 1600
+    items = [said("word " * 6, role) for _ in range(num_earlier // 2) for role in ("user", "assistant")]
+    renders = watch_renders(world, monkeypatch)
+    prompts, num_renders = list[Sequence[int]](), list[int]()
+    for number in range(40):
+        items.append(said(f"{number} " + "more " * 6))
+        renders.clear()
+        await ask(world, input=items)
+        num_renders.append(len(renders))
+        prompts.append(world.engine.requests[-1].prompt_token_ids)
+        items.append(said("Hello world", "assistant"))
+    lengths = [len(prompt) for prompt in prompts]
+    assert 700 <= min(lengths[20:]) < max(lengths[20:]) <= 1400, "from a half to all of what the answer leaves"
+    num_cached = [common_prefix(first, second) for first, second in pairwise(prompts)]
+    num_hits = sum(cached == length for cached, length in zip(num_cached, lengths, strict=False))
+    assert num_hits >= 33
+    assert max(num_renders) <= 4
+    assert sum(num_renders) < 2.9 * 40
+
+
+@pytest.mark.slow
+async def test_turns_in_a_full_context_find_their_prefix_cached(site: Site, bundled: tuple[ModelPool, Config]):
+    pool, config = bundled
+    tiers = {"default": Tier(name="default", max_context_tokens=400)}
+    real = RealWorld(site, site.serve(pool, replace(config, tiers=tiers)))
+    previous, lengths, cached = None, list[int](), list[int]()
+    for turn in range(21):
+        body: dict[str, Any] = {
+            "input": f"{turn}. Write one sentence about a river, a stone and a bird, please.",
+            "previous_response_id": previous,
+            "max_output_tokens": 4,
+            "extra_body": {"cache_salt": str(id(lengths))},
+        }
+        answer = await real.openai.responses.create(model="smollm2", truncation="auto", **body)
+        assert answer.usage is not None
+        previous = answer.id
+        lengths.append(answer.usage.input_tokens)
+        cached.append(answer.usage.input_tokens_details.cached_tokens)
+    await real.settled()
+    assert lengths[10] > 350 > lengths[11], "ten turns in a full context follow"
+    assert sum(hits > length - 32 for hits, length in zip(cached[11:], lengths[10:], strict=False)) >= 7
 
 
 async def test_a_prompt_that_fits_is_not_cut(world: World):
@@ -95,9 +166,18 @@ async def test_earlier_items_are_left_out_first(world: World, field: str):
 
 async def test_the_newest_item_stays_however_long_it_is(world: World):
     world.engine.max_model_len = 50
-    refused = await world.http.post("/v1/responses", json={"input": [*LONG, said("x " * 60)], "truncation": "auto"})
-    assert (refused.status_code, "too long" in refused.text) == (400, True)
-    assert (await world.http.post("/v1/responses", json={"input": "x " * 60, "truncation": "auto"})).status_code == 400
+    for items in ([*LONG, said("x " * 60)], "x " * 60):
+        refused = await world.http.post("/v1/responses", json={"input": items, "truncation": "auto"})
+        message = refused.json()["error"]["message"]
+        assert (refused.status_code, message[:49]) == (400, "The prompt is too long: 142 tokens > 49 maximum. ")
+        assert "truncation has left out all that it may" in message
+    steps = [called("1"), called("1", "out " * 20)]
+    refused = await world.http.post(
+        "/v1/responses", json={"input": [*LONG, said("x " * 20), *steps], "truncation": "auto"}
+    )
+    assert "too long" in refused.json()["error"]["message"], "the task and the newest output do not fit together"
+    refused = await world.http.post("/v1/responses", json={"input": "x" * 100_000, "truncation": "auto"})
+    assert "The prompt is too long: at least 50 tokens > 49 maximum." in refused.json()["error"]["message"]
 
 
 async def test_the_context_of_the_key_s_tier_counts(world: World):
