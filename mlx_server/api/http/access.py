@@ -24,15 +24,15 @@ from mlx_server.errors import PermissionDeniedError, QuotaExceededError, ServeEr
 from mlx_server.setting import ANY_ORIGIN, parse_hosts, parse_origins
 
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
-"""Bytes of one key's bodies that are received and not parsed yet. The keys of a tier together may have twice as many.
-"""
+"""Bytes of one key's bodies that are received and not read yet. The keys of a tier together may have twice as many."""
 
 _RETRY_S = 1.0
 _MAX_SHOWN_CHARS = 100
 
 
 class HeldBody:
-    """The bytes of one request's body, counted from their arrival until they are parsed."""
+    """The bytes of one request's body, counted from their arrival until they are read: parsed, and the prompts made of
+    them."""
 
     def __init__(self, held: Counter[str], caller: Caller) -> None:
         """`held` counts the bytes of all requests, by key and by tier."""
@@ -40,18 +40,18 @@ class HeldBody:
         self._bounds = {f"key {caller.identity}": MAX_HELD_BYTES, f"tier {caller.tier.name}": 2 * MAX_HELD_BYTES}
         self._num_bytes = 0
         self.num_received = 0
-        """All bytes of the body so far, parsed or not."""
+        """All bytes of the body so far, read or not."""
 
     def add(self, num_bytes: int) -> None:
         """Counts received bytes. Raises a 413 when the body is too large, and `QuotaExceededError` when the caller has
-        too many that are not parsed."""
+        too many that are not read."""
         self.num_received += num_bytes
         if self.num_received > MAX_BODY_BYTES:
             raise _too_large(self.num_received)
         for owner, limit in self._bounds.items():
             if self._held[owner] + num_bytes > limit:
                 raise QuotaExceededError(
-                    f"{self._held[owner]} bytes of bodies from the {owner} are not parsed yet; at most {limit} may "
+                    f"{self._held[owner]} bytes of bodies from the {owner} are not read yet; at most {limit} may "
                     "wait. Send fewer large requests at a time.",
                     _RETRY_S,
                 )
@@ -60,7 +60,7 @@ class HeldBody:
         self._num_bytes += num_bytes
 
     def release(self) -> None:
-        """The bytes are parsed or dropped. Idempotent."""
+        """The bytes are read or dropped. Idempotent."""
         for owner in self._bounds:
             self._held[owner] -= self._num_bytes
             if not self._held[owner]:
@@ -104,7 +104,7 @@ class AccessMiddleware:
 
 def _bounded(scope: Scope, receive: Receive, body: HeldBody) -> Receive:
     """Raises a 413 once the declared or received body exceeds the limit, without reading the rest, and
-    `QuotaExceededError` while too many bytes of the caller are not parsed."""
+    `QuotaExceededError` while too many bytes of the caller are not read."""
     declared = Headers(scope=scope).get("content-length", "")
 
     async def bounded() -> Message:

@@ -53,7 +53,8 @@ class _JsonRequest(Request):
                 requester = Requester(caller.identity, caller.tier.priority)
                 self._json = await context.text_workers.parse(requester, len(body), lambda: _validated(body, field))
             self._body = b"{}"
-        held.release()
+        if self.url.path not in GENERATING_PATHS:  # those count until their prompts are made: they may wait for a model
+            held.release()
 
     async def json(self) -> Any:
         return self._json

@@ -169,6 +169,8 @@ class Exchange:
         return Response(content, headers=headers, media_type="application/json")
 
     async def _start(self, plan: Plan, writer: Writer) -> Generation:
+        self.body.forget_chat()
+        self.request.state.held_body.release()
         generation = await self.context.generations.start(self.engine, self._job(plan, writer.response_id))
         self.request.state.is_counted = True
         self.turn.end()

@@ -266,6 +266,12 @@ class GenerationFields(RequestFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
 
+    def forget_chat(self) -> None:
+        """Frees what only the prompt is made of: its members may have megabytes that nothing reads, and a request may
+        wait in the queue for long."""
+        for name in {"input", "messages"} & self.model_fields_set:
+            setattr(self, name, [])
+
     @property
     def num_samples(self) -> int:
         return self.n or 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
+import tracemalloc
 from collections import Counter
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 from hypothesis import given, settings
@@ -35,7 +38,7 @@ from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from mlx_server.tiers import Tier
-from tests.api.worlds import World, user
+from tests.api.worlds import World, until, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -264,6 +267,58 @@ async def test_a_caller_s_bodies_in_waiting_are_refused_with_429(world: World, m
     assert 'mlx_serve:quota_refusals_total{tier="default"} 1.0' in (await world.http.get("/metrics")).text
     assert (await world.complete(user="x" * 200)).status_code == 200
     assert (await world.complete(user="x" * 700)).status_code == 200
+
+
+PATHS = {
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+    "/api/chat": "messages",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_bodies_count_until_their_prompts_are_made(world: World, monkeypatch: pytest.MonkeyPatch, path: str):
+    """They may wait long for a model, for images or for their turn in a thread."""
+    monkeypatch.setattr(access, "MAX_HELD_BYTES", 1000)
+    world.configure_server()
+    is_formatting, may_go_on = world.hold_formatting(monkeypatch)
+    world.engine.gate.clear()
+
+    def ask() -> asyncio.Task[httpx.Response]:
+        message = {"role": "user", "content": "Hi", "junk": "x" * 600}
+        return asyncio.create_task(world.http.post(path, json={PATHS[path]: [message], "max_tokens": 5}))
+
+    first = ask()
+    await until(is_formatting.is_set)
+    refused = await ask()
+    assert (refused.status_code, "are not read yet" in refused.text) == (429, True)
+    may_go_on.set()
+    await until(lambda: world.engine.requests)
+    second = ask()
+    await until(lambda: len(world.engine.requests) == 2)
+    world.engine.gate.set()
+    assert [(await one).status_code for one in (first, second)] == [200, 200]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_nobody_reads_is_not_held_while_an_answer_is_generated(world: World, path: str, is_streamed: bool):
+    world.engine.gate.clear()
+    message = {"role": "user", "content": "Hi", "junk": ["x" * 1000 + str(number) for number in range(1000)]}
+    body = {PATHS[path]: [message], "max_tokens": 5, "stream": is_streamed}
+    tracemalloc.start()
+    try:
+        asking = [asyncio.create_task(world.http.post(path, json=body)) for _ in range(3)]
+        await until(lambda: len(world.engine.requests) == 3)
+        gc.collect()
+        parsed = tracemalloc.Filter(True, request_bounds.__file__)
+        traces = tracemalloc.take_snapshot().filter_traces([parsed]).traces
+    finally:
+        tracemalloc.stop()
+    world.engine.gate.set()
+    assert [(await one).status_code for one in asking] == [200] * 3
+    assert sum(trace.size for trace in traces) < 500_000
 
 
 async def test_too_many_header_fields_are_refused_before_they_are_parsed(world: World):
