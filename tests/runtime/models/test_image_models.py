@@ -222,14 +222,14 @@ def test_images_of_gemma_3_are_as_large_as_its_text() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(BY_PART.keys() & CONFIGS.keys()))
 def test_encoding_does_not_wait_for_the_device(model_type: str) -> None:
-    """What waits cannot be compiled."""
+    """What waits cannot be traced. The trace is not evaluated: MLX would have dozens of kernels compiled for it."""
     model, image = tiny_vlm(model_type).loaded.model, picture(model_type, 1)
     arrays = {name: mx.array(array) for name, array in image.inputs.items()}
 
     def embed(pixels: mx.array) -> mx.array:
         return BY_PART[model_type](model, mx.array([[IMAGE] * image.num_tokens]), {**arrays, "pixel_values": pixels})
 
-    assert mx.allclose(mx.compile(embed)(arrays["pixel_values"]), embed(arrays["pixel_values"]), atol=1e-4)
+    assert mx.compile(embed)(arrays["pixel_values"]).shape == embed(arrays["pixel_values"]).shape
 
 
 @pytest.mark.slow
