@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def pytest_collection_finish() -> None:
     """As a server does: collections, such as at the end of every model, need not look at what has been imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Nor at what a file of tests has imported and kept: a collection would take a tenth of a second in the end."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 settings.register_profile("any machine", deadline=None)  # speed is measured by benchmarks, and machines are shared
