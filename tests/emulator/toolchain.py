@@ -43,6 +43,7 @@ class Toolchain:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sources = "".join(path.read_text() for path in sorted(NATIVE.rglob("*")) if path.is_file())
         self._compiler, machine = self._first_that_works()
+        self._runtime = _find_runtime(self._compiler)
         self._symbolizer = _find_symbolizer()
         # Kernels look up the machine's functions by name.
         self.machine = ctypes.CDLL(str(machine), mode=ctypes.RTLD_GLOBAL)
@@ -53,7 +54,7 @@ class Toolchain:
         checks = (*_RACES, *_ALIGNMENT) if check_races else _UNDEFINED_BEHAVIOUR
         include = ("-isystem", str(NATIVE / "include"), "-I", str(NATIVE))
         try:
-            return self._build(self._compiler, text, name, (*_KERNEL_FLAGS, *checks, *include))
+            return self._build(self._compiler, text, name, (*_KERNEL_FLAGS, *checks, *include), self._runtime)
         except subprocess.CalledProcessError as error:
             raise EmulatorError("compile", error.stderr) from None
 
@@ -80,7 +81,10 @@ class Toolchain:
                 failures.append(f"{' '.join(compiler)}: {getattr(error, 'stderr', error)}")
         raise LookupError("no clang++ found: install clang 19 or the ziglang package\n" + "\n".join(failures))
 
-    def _build(self, compiler: list[str], text: str, name: str, flags: tuple[str, ...]) -> Path:
+    def _build(
+        self, compiler: list[str], text: str, name: str, flags: tuple[str, ...], runtime: str | None = None
+    ) -> Path:
+        """With the compiler's `runtime` alone, it is linked without the compiler, which takes ten times as long."""
         key = hashlib.sha256("\0".join((text, self._sources, *compiler, *flags)).encode()).hexdigest()[:20]
         library = self._folder / f"{name}-{key}.so"
         if library.exists():
@@ -88,10 +92,11 @@ class Toolchain:
         stem = self._folder / f"{name}-{key}-{os.getpid()}"
         source, unlinked, linked = (stem.with_suffix(suffix) for suffix in (".cpp", ".o", ".tmp"))
         source.write_text(text)
+        link = [*compiler, str(unlinked)] if runtime is None else ["ld", str(unlinked), runtime]
         # Two commands, because linking with sanitizer flags would add a sanitizer's runtime.
         for command in (
             [*compiler, *flags, "-c", str(source), "-o", str(unlinked)],
-            [*compiler, "-shared", str(unlinked), "-o", str(linked)],
+            [*link, "-shared", "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(linked, library)  # another worker may build the same
@@ -108,6 +113,13 @@ def _compilers() -> list[list[str]]:
     if importlib.util.find_spec("ziglang") is not None:
         commands.append([sys.executable, "-m", "ziglang", "c++"])
     return commands
+
+
+def _find_runtime(compiler: list[str]) -> str | None:
+    """What the compiler adds to code without a standard library: conversions of half. None if it does not say."""
+    found = subprocess.run([*compiler, "-print-libgcc-file-name"], capture_output=True, text=True, check=False)
+    path = found.stdout.strip()
+    return path if shutil.which("ld") and Path(path).is_file() else None
 
 
 def _find_symbolizer() -> str | None:
