@@ -41,7 +41,7 @@ def _vector_is_fastest(
 def _metal_runner(bits: int | None, *, exact: bool) -> ModelRunner:
     """Runs a small Llama with the kernels of a Mac for products and attention, like `make_runner`."""
     install_seam()
-    arguments = llama.ModelArgs("llama", 128, 2, 256, 4, 1e-5, 96, num_key_value_heads=2, tie_word_embeddings=True)
+    arguments = llama.ModelArgs("llama", 128, 2, 128, 4, 1e-5, 96, num_key_value_heads=2, tie_word_embeddings=True)
     model = llama.Model(arguments)
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
@@ -66,7 +66,7 @@ def test_steps_of_metal_kernels_give_a_request_the_same_bits_in_any_batch(
 ) -> None:
     """In chunks, among others and alone; without --batch-invariant they do not."""
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
-    monkeypatch.setattr("mlx_server.runtime.checks.invariance._LENGTHS", {"long": 60, "short": 20})
+    monkeypatch.setattr("mlx_server.runtime.checks.invariance._LENGTHS", {"long": 48, "short": 10})
     exhaust(check_invariance(_metal_runner(bits, exact=True), 96))
     with pytest.raises(ModelLoadError, match="bits depend on the batch with the metal attention backend"):
         exhaust(check_invariance(_metal_runner(bits, exact=False), 96))
