@@ -124,11 +124,12 @@ def test_no_piece_of_a_load_computes_more_than_one_step() -> None:
 
 @on_the_cpu
 def test_no_piece_of_a_load_tries_more_than_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all are equal; how many fail, and when, is up to the machine's BLAS."""
     tried = []
 
     def counted(a: mx.array, b: mx.array) -> bool:
         tried.append(len(a))
-        return bool(mx.array_equal(a, b).item())
+        return True
 
     monkeypatch.setattr(fixed_rows, "same_values", counted)
     counts = []
