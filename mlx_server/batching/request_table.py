@@ -50,12 +50,13 @@ class Step:
       `no_overtaking` says why no request starts before the oldest one of its tier.
     - `images` says, for each request that computes placeholders, the position at which the first image with such
       placeholders begins.
-    - A step with `draft_steps` has nothing else.
+    - `waits_to_draft` says whether the step after it waits for its result, once that is known.
     """
 
-    def __init__(self, now: float, draft_steps: tuple[SchedulerOutput, ...] = ()) -> None:
+    output: SchedulerOutput  # what the executor gets, once the step is submitted
+
+    def __init__(self, now: float) -> None:
         self.now = now
-        self.draft_steps = draft_steps
         self.closed_because: str | None = None
         self.closed_by: Request | None = None
         self.no_overtaking: str | None = None
@@ -65,14 +66,10 @@ class Step:
         self.filled: list[Request] = []
         self.drafts: dict[str, Drafts] = {}
         self.images: dict[str, int] = {}
-        self.waits_to_draft = True if draft_steps else None  # whether the next one waits for its result, if known
+        self.waits_to_draft: bool | None = None
         self.new_requests: list[NewRequestData] = []
-        self.num_sampling = 0  # set by `submit`
         self.num_decode_tokens = 0
         self.prompt_cost = 0.0
-        self.step_id = 0
-        self.pool_change: PoolChange | None = None
-        self.copies: BlockCopies | None = None
         self.detached: list[list[Block]] = []
         self.singles: list[ScheduledChunk] = []  # chunks of one token
         self.longer: list[ScheduledChunk] = []
@@ -86,20 +83,12 @@ class Step:
         return StepShape(self.num_decode_tokens, self.given.total(), self.prompt_cost)
 
     def submit(
-        self,
-        step_id: int,
-        dropped_request_ids: tuple[str, ...],
-        pool_change: PoolChange | None,
-        copies: BlockCopies | None,
+        self, step_id: int, dropped: tuple[str, ...], change: PoolChange | None, copies: BlockCopies | None
     ) -> SchedulerOutput:
         """Fixes the step and returns it in the form that the executor takes."""
-        self.step_id, self.pool_change, self.copies = step_id, pool_change, copies
-        chunks, new_requests = tuple(self.chunks), tuple(self.new_requests)
-        self.num_sampling = sum([chunk.is_sampling for chunk in chunks])
-        given, draft_steps = self.given.total(), self.draft_steps
-        return SchedulerOutput(
-            step_id, chunks, new_requests, dropped_request_ids, given, pool_change, copies, draft_steps
-        )
+        chunks, new_requests, num_given = tuple(self.chunks), tuple(self.new_requests), self.given.total()
+        self.output = SchedulerOutput(step_id, chunks, new_requests, dropped, num_given, change, copies)
+        return self.output
 
 
 class RequestTable:

@@ -20,9 +20,10 @@ from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.limits import SchedulerLimits
-from mlx_server.batching.policy import headroom
+from mlx_server.batching.policy import Policy, headroom
 from mlx_server.batching.refusals import check_size, displacements, expiry, grammar_error
 from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted
+from mlx_server.batching.speculation.draft_room import DraftRoom
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
@@ -83,10 +84,12 @@ class ContinuousBatchingScheduler:
         self._is_device_shared = is_device_shared
         self._table = RequestTable(blocks, limits, speculation)
         self.speculation, self._budget = speculation, PromptBudget(limits.context_doubling_tokens)
-        self._composer = StepComposer(self._table, self._budget, is_device_shared)
+        self._policy = Policy(self._table, self._budget, is_device_shared)
+        self._draft_room = None if speculation is None else DraftRoom(speculation, self._table, self._policy)
+        self._composer = StepComposer(self._table, self._budget, self._policy, self._draft_room)
         if store is not None:
             room_beside = partial(headroom, self._table.running, groups.windows)
-            waiting, target_s = self._table.waiting, self._composer.policy.target_s
+            waiting, target_s = self._table.waiting, self._policy.target_s
             self._table.disk = DiskTier(blocks, waiting, store, self._budget, room_beside, target_s)
         self._launch_s = 0.0  # the longest recent launch
         self._early_share = 1.0  # the smallest recent ratio of actual to expected time of a long step
@@ -199,8 +202,11 @@ class ContinuousBatchingScheduler:
         """Composes the next step and books its effects on blocks and progress. None if nothing can run now, because
         there are no requests or all of them wait for memory or for a submitted step's result. A step without requests
         only changes the pools or copies blocks, or runs a draft model."""
-        if self._draft_model is not None and (burst := self._composer.compose_burst(now)) is not None:
-            return burst
+        if self._draft_room is not None and (draft_steps := self._draft_room.compose_burst()):
+            step = Step(now)
+            step.output, step.waits_to_draft = SchedulerOutput(-1, (), draft_steps=draft_steps), True
+            self._table.submitted.append(step)
+            return step.output
         step = self._composer.compose(now)
         copies = None if self._table.disk is None else self._table.disk.take_copies()
         change = self.blocks.take_change() if self.blocks.is_changed else None
@@ -214,16 +220,18 @@ class ContinuousBatchingScheduler:
         """Takes the result of the oldest submitted step. Drops the rows of requests that have ended or were preempted
         since, and frees the blocks that waited for the step."""
         submitted = self._table.submitted.popleft()
-        assert submitted.step_id == output.step_id, "results come in the order of submission"
-        assert submitted.num_sampling == len(output.sampled), "a step samples what it was asked to"
-        if submitted.draft_steps and self.speculation is not None:
+        step = submitted.output
+        assert step.step_id == output.step_id, "results come in the order of submission"
+        num_sampled = sum([chunk.is_sampling for chunk in step.chunks])
+        assert num_sampled == len(output.sampled), "a step samples what it was asked to"
+        if step.draft_steps and self.speculation is not None:
             self.speculation.take_burst(output)
-        elif submitted.pool_change is not None:
-            self.blocks.on_changed(submitted.pool_change)
-        elif submitted.copies is None and not output.num_images:  # copies and images take time, too
+        elif step.pool_change is not None:
+            self.blocks.on_changed(step.pool_change)
+        elif step.copies is None and not output.num_images:  # copies and images take time, too
             self._observe(submitted, output)
         if self.disk is not None:
-            self.disk.on_step(submitted.copies, output)
+            self.disk.on_step(step.copies, output)
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
         outputs = self._table.take_images(submitted, output.image_errors)
@@ -258,11 +266,11 @@ class ContinuousBatchingScheduler:
     @property
     def waits_to_draft(self) -> bool:
         """Whether the next step should not be composed before the result of the submitted one is known."""
-        return self._composer.waits_to_draft()
+        return self._draft_room is not None and self._draft_room.waits()
 
-    def explain(self, request: Request, step: SchedulerOutput) -> str:
-        """Why `step`, the last one composed, gives no more tokens to a request that has no output yet."""
-        return self._composer.explain(request, step)
+    def explain(self, request: Request) -> str:
+        """Why the last composed step gives no more tokens to a request that has no output yet."""
+        return self._composer.explain(request)
 
     def take_starved(self) -> list[RequestOutput]:
         """The last outputs of requests that ran alone and were ended after waiting too long for memory."""
@@ -338,7 +346,7 @@ class ContinuousBatchingScheduler:
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, no request starts beside running ones. Wakes `run`, which may wait for memory."""
-        self._composer.policy.is_held = is_held
+        self._policy.is_held = is_held
         self._wake.set()
 
     def lowest_rank(self) -> Rank | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 
 from mlx_server.batching.fair_order import by_holdings
@@ -13,7 +12,7 @@ from mlx_server.batching.speculation.draft_room import DraftRoom
 from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import BlockIds, ScheduledChunk
 from mlx_server.request import Request, RequestStatus, images_within
 
 
@@ -24,17 +23,15 @@ class StepComposer:
     requests together, as `Policy` decides.
     """
 
-    def __init__(self, table: RequestTable, budget: PromptBudget, is_device_shared: Callable[[], bool]) -> None:
+    def __init__(self, table: RequestTable, budget: PromptBudget, policy: Policy, draft_room: DraftRoom | None) -> None:
         self._table = table
         self._limits = table.limits
         self._counters = table.counters
         self._budget = budget
         self._checkpoints = table.blocks.checkpoints
-        self.policy = Policy(table, budget, is_device_shared)
-        speculation = table.speculation
-        self._draft_room = None if speculation is None else DraftRoom(speculation, table, self.policy)
+        self._policy = policy
+        self._draft_room = draft_room
         self._last = Step(0.0)
-        self._is_burst_over = False
 
     def compose(self, now: float) -> Step:
         """Composes the next step and books its effects on blocks and progress. The step is empty if nothing can run
@@ -46,10 +43,10 @@ class StepComposer:
             disk.advance(now, is_busy=bool(table.running))
         if table.has_waiting:
             table.waiting.expire(now)
-            self.policy.preempt_worse(step)
+            self._policy.preempt_worse(step)
         prefilling = self._add_decodes(step)
         if prefilling or table.has_waiting:
-            self.policy.share_out(step, prefilling)
+            self._policy.share_out(step, prefilling)
             for request, num_tokens in step.given.items():
                 step.prompt_cost += self._budget.cost(request.num_computed_tokens, num_tokens)
                 self._put(step, request, num_tokens, step.block_ids[request.request_id])
@@ -61,35 +58,19 @@ class StepComposer:
             if disk is not None and (disk.is_loading or not table.has_waiting):
                 disk.save_idle(now)
             elif table.has_waiting and not table.is_memory_coming():
-                table.starving = self.policy.next_of_all(now)
+                table.starving = self._policy.next_of_all(now)
         table.settle_starving(step)
         return step
 
-    def compose_burst(self, now: float) -> SchedulerOutput | None:
-        """Composes and submits a draft model's burst; None if there is nothing to draft. At most one burst runs before
-        each step, and none while a step runs."""
-        steps: tuple[SchedulerOutput, ...] = ()
-        if self._draft_room is not None and not self._table.submitted and not self._is_burst_over:
-            steps = self._draft_room.compose_burst()
-        self._is_burst_over = bool(steps)  # one burst is enough before the next step
-        if not steps:
-            return None
-        self._table.submitted.append(Step(now, steps))
-        return self._table.submitted[-1].submit(-1, (), None, None)
-
-    def waits_to_draft(self) -> bool:
-        """Whether a step runs and the next one should not be composed before its result is known."""
-        return self._draft_room is not None and bool(self._table.submitted) and self._draft_room.waits()
-
-    def explain(self, request: Request, step: SchedulerOutput) -> str:
-        """How many tokens `step`, the last one composed, gives a request that has no output yet, and why not more."""
-        given = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
+    def explain(self, request: Request) -> str:
+        """How many tokens the last composed step gives a request that has no output yet, and why not more."""
+        given = {chunk.request_id: chunk.num_tokens for chunk in self._last.chunks}
         others = ", ".join(f"{name} {num_tokens}" for name, num_tokens in given.items() if name != request.request_id)
         if request.request_id in given:
             num_tokens, num_left = given[request.request_id], self._table.waiting.work(request)
             return f"gets {num_tokens} tokens and has {num_left} left; others: {others or '-'}"
         is_waiting = request.status is RequestStatus.WAITING
-        reason = self.policy.why_not(request, self._last) if is_waiting else None
+        reason = self._policy.why_not(request, self._last) if is_waiting else None
         return reason or f"no tokens are left: {others or 'none for prompts'}"
 
     # --- decodes ------------------------------------------------------------------------------------------
@@ -128,7 +109,7 @@ class StepComposer:
                     spare -= num_tokens - 1
             filled = start % BLOCK_SIZE
             is_room = filled and filled + num_tokens <= BLOCK_SIZE
-            block_ids = () if is_room else self.policy.grow(request, num_tokens)
+            block_ids = () if is_room else self._policy.grow(request, num_tokens)
             if block_ids is not None:
                 step.num_decode_tokens += num_tokens
                 self._put(step, request, num_tokens, block_ids, own_drafts)

@@ -4,7 +4,6 @@ result."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.batching.policy import Policy
@@ -16,13 +15,14 @@ from mlx_server.outputs import SchedulerOutput
 from mlx_server.request import Request
 
 
-@dataclass(frozen=True, slots=True)
 class DraftRoom:
     """The room for drafts in the steps of one scheduler, beside what they must compute."""
 
-    _speculation: Speculation
-    _table: RequestTable
-    _policy: Policy
+    def __init__(self, speculation: Speculation, table: RequestTable, policy: Policy) -> None:
+        self._speculation = speculation
+        self._table = table
+        self._policy = policy
+        self._is_burst_over = False
 
     def choose(self) -> dict[str, Drafts]:
         """The drafts that the step carries. They only use free blocks: no request is preempted for a draft."""
@@ -34,9 +34,14 @@ class DraftRoom:
         return {r.request_id: drafts[r.request_id]._replace(num_known=count) for r, count in drafting.items()}
 
     def compose_burst(self) -> tuple[SchedulerOutput, ...]:
-        """The steps of a draft model, for the requests whose drafts the next step can carry."""
-        num_known = self._num_known()
-        return self._speculation.compose_burst(self._rooms(self._with_states(num_known)), self._beside(num_known))
+        """The steps of a draft model, for the requests whose drafts the next step can carry. At most one burst runs
+        before each step, and none while a step runs."""
+        steps: tuple[SchedulerOutput, ...] = ()
+        if self._speculation.model is not None and not self._table.submitted and not self._is_burst_over:
+            num_known = self._num_known()
+            steps = self._speculation.compose_burst(self._rooms(self._with_states(num_known)), self._beside(num_known))
+        self._is_burst_over = bool(steps)
+        return steps
 
     def _num_known(self) -> dict[Request, int]:
         """The requests that may draft now, and how many known tokens the step computes before their drafts."""
@@ -68,9 +73,11 @@ class DraftRoom:
                     model.on_chunk(chunk)
 
     def waits(self) -> bool:
-        """Whether the next step should not be composed before the result of the running one is known: if the running
+        """Whether the next step should not be composed before the result of a running one is known: if the running
         step carries drafts, if the next one could do so once its tokens are known, or if a draft model's pool is to be
         changed. Drafts can only follow known tokens, and a draft model runs between two steps."""
+        if not self._table.submitted:
+            return False
         newest = self._table.submitted[-1]
         if newest.waits_to_draft is None:
             must_wait = self._speculation.changes_pool or any(step.drafts for step in self._table.submitted)

@@ -153,8 +153,7 @@ class Speculation:
 
     def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
         """The steps that the draft model runs before the next step is composed; () if there are none."""
-        if self.model is None:
-            return ()
+        assert self.model is not None, "a burst is a draft model's"
         self.model.discard_drafts()
         _, looked_up = self._plan(free, room)
         others = {request: num_free for request, num_free in free.items() if request.request_id not in looked_up}

@@ -610,9 +610,7 @@ def test_so_many_loads_may_wait_and_better_tiers_pass_them(monkeypatch: pytest.M
     for _ in range(3):
         assert world.schedule() is None
     assert (world.scheduler.num_deferred, len(sought)) == (4, 4 * 10)
-    assert "loaded from disk" in world.scheduler._composer.policy.why_not(
-        world.requests["a4"], world.scheduler._composer._last
-    )
+    assert "loaded from disk" in world.scheduler.explain(world.requests["a4"])
     world.add(make_request("better", prompts[7], 4))
     world.schedule()
     assert (world.scheduler.num_deferred, len(sought)) == (5, 5 * 10)

@@ -431,7 +431,7 @@ def test_under_pressure_it_holds_nothing_and_gives_its_blocks_back() -> None:
     world.scheduler._wake.clear()
     assert world.model.shrink(60) == 60
     assert world.scheduler._wake.is_set(), "an idle loop changes no pool"
-    assert world.scheduler._composer.waits_to_draft(), "a busy loop changes no pool"
+    assert world.scheduler.waits_to_draft, "a busy loop changes no pool"
     world.finish()
     world.check_tokens()
     (change,) = world.runner.bursts[num_bursts:]
@@ -459,7 +459,7 @@ def test_no_step_waits_for_drafts_that_cannot_come(settings: dict[str, int]) -> 
     world.add(request)
     for _ in range(5):
         world.schedule()
-        assert not world.scheduler._composer.waits_to_draft()
+        assert not world.scheduler.waits_to_draft
         world.deliver()
     assert world.model.choose({request: 4}, 4, StepRoom(1, world.speculation.costs)).depth > 0
     world.finish()

@@ -309,7 +309,7 @@ class Simulation:
     def _explain(self, step: SchedulerOutput) -> None:
         request = None if self._explained is None else self._in_progress.get(self._explained)
         if request is not None and request.num_computed_tokens <= request.num_prompt_tokens:
-            why = self.scheduler.explain(request, step)
+            why = self.scheduler.explain(request)
             self.explanation.append(f"{self._now:10.3f} s  step {step.step_id}: {why}")
 
     def _finish_step(self) -> None:
