@@ -58,10 +58,10 @@ class AgedShare:
         self._table.promote(request)
         self._started.clear()
 
-    def promoted(self, now: float) -> Request | None:
+    def promoted(self) -> Request | None:
         """The next request of the tier with the most urgent one, if that is not the best tier that waits, and the share
         has room for the request."""
-        heads = self._waiting.heads(now)
+        heads = self._waiting.heads()
         if len(heads) < 2:
             return None
         first = min(heads, key=lambda head: self._waiting.oldest_age(head.priority))
@@ -81,10 +81,10 @@ class AgedShare:
         num_better = sum([count for priority, count in self._started.items() if priority < request.priority])
         return num_shares <= 1.0 or (not beside and num_better >= min(math.ceil(num_shares), SHARE) - 1)
 
-    def most_urgent(self, now: float, prefilling: list[Request], first: Request) -> Request | None:
+    def most_urgent(self, prefilling: list[Request], first: Request) -> Request | None:
         """The most urgent prompt by age, if it is of a worse tier than `first`; else None. One that goes before older
         requests of other clients is as urgent as those."""
-        promoted = self.promoted(now)
+        promoted = self.promoted()
         able = prefilling if promoted is None else [*prefilling, promoted]
 
         def urgency(request: Request) -> float:

@@ -76,8 +76,7 @@ class FairOrder:
     def __init__(self) -> None:
         self._by_age: dict[str, OrderedRequests] = {}  # by client
         self._num_waiting: Counter[str] = Counter()  # of each client, parked requests included
-        self._running: dict[str, Request] = {}
-        self._counted: dict[str, int] = {}  # tokens of each running request when it was counted last
+        self._counted: dict[Request, int] = {}  # tokens of each running request when it was counted last
         self._levels: dict[str, int] = {}  # of clients with requests, and of some that have left
         self._heads: list[Request] | None = None  # the results of `heads` and `first`, until they may change
         self._first: Request | None = None
@@ -134,14 +133,13 @@ class FairOrder:
 
     def start(self, request: Request) -> None:
         """A request that has waited runs: what is computed for it from now on counts."""
-        self._running[request.request_id] = request
-        self._counted[request.request_id] = _num_tokens(request)
+        self._counted[request] = _num_tokens(request)
 
-    def stop(self, request_id: str) -> None:
-        """A request runs no more."""
-        if (request := self._running.get(request_id)) is not None:
+    def stop(self, request: Request) -> None:
+        """A request runs no more. (What stands for a load from disk never ran.)"""
+        if request in self._counted:
             self.count(request)
-            del self._running[request_id], self._counted[request_id]
+            del self._counted[request]
 
     @property
     def is_shared(self) -> bool:
@@ -151,13 +149,13 @@ class FairOrder:
     def count(self, request: Request, num_more: int = 0) -> None:
         """Counts what was computed for a running request, and `num_more` prompt tokens that the next step computes."""
         num_tokens = _num_tokens(request, num_more)
-        self._levels[request.client] += num_tokens - self._counted[request.request_id]
-        self._counted[request.request_id] = num_tokens
+        self._levels[request.client] += num_tokens - self._counted[request]
+        self._counted[request] = num_tokens
         self._first = None
 
     def settle(self) -> None:
         """Counts for all running requests, and forgets clients without requests that have had no more than others."""
-        for request in self._running.values():
+        for request in self._counted:
             self.count(request)
         active, levels = self._active(), self._levels
         least = min([levels[client] for client in active], default=math.inf)
@@ -171,7 +169,7 @@ class FairOrder:
         self._levels[client] = max(self._levels.get(client, 0), floor)
 
     def _active(self) -> set[str]:
-        return {request.client for request in self._running.values()}.union(self._num_waiting)
+        return {request.client for request in self._counted}.union(self._num_waiting)
 
     def check_integrity(self) -> None:
         """Asserts that each client with requests has a level, that its requests are in order, and whose turn it is."""
@@ -179,7 +177,6 @@ class FairOrder:
             of_client.check_integrity()
             assert 0 < len(of_client) <= self._num_waiting[client], "a client's count of waiting requests is wrong"
         assert all(count > 0 for count in self._num_waiting.values()), "a client without requests is kept"
-        assert self._running.keys() == self._counted.keys(), "a request is counted that does not run"
         assert self._active() <= self._levels.keys(), "a client has no level"
         first, self._heads, self._first = self._first, None, None
         assert first is None or first is self.first(), "it is another request's turn"

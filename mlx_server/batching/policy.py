@@ -77,14 +77,14 @@ class Policy:
         first = min(_some(*prefilling, self._next_to_start(step)), key=self._turn, default=None)
         if first is None:
             return
-        most, beside = self._shares(step.now, first, prefilling, step.num_decode_tokens)
+        most, beside = self._shares(first, prefilling, step.num_decode_tokens)
         if most <= 0:
             return
-        aged = self._aged.most_urgent(step.now, prefilling, first)
+        aged = self._aged.most_urgent(prefilling, first)
         part = 0 if aged is None else self._aged.num_kept(aged, self._wanted(aged), first, most)
         if part and aged is not None and _is_whole(aged):
             self._give(step, aged, 0)  # all of it: it would not fit after what better tiers take of each step
-        tiers = sorted({request.priority for request in (*prefilling, *self._waiting.heads(step.now))})
+        tiers = sorted({request.priority for request in (*prefilling, *self._waiting.heads())})
         sat_out_for = math.inf
         for kept in dict.fromkeys((part, 0)):
             for priority in tiers:
@@ -150,7 +150,7 @@ class Policy:
         """The target time of a step while requests decode."""
         return self._limits.target_step_s or self._budget.target_s(self._limits.cheap_rows)
 
-    def _shares(self, now: float, first: Request, prefilling: list[Request], num_decodes: int) -> tuple[int, int]:
+    def _shares(self, first: Request, prefilling: list[Request], num_decodes: int) -> tuple[int, int]:
         """How many prompt tokens a step may have beside its decodes: for the tier of `first`, the best tier with a
         prompt, and for worse tiers.
 
@@ -166,7 +166,10 @@ class Policy:
         room = self._limits.max_num_batched_tokens - num_decodes
         if not self._limits.bound_stalls:
             return room, room
-        start, better = first.num_tokens - self._work(first), self._recent.least_of_better(first.priority, now)
+        start, better = (
+            first.num_tokens - self._work(first),
+            self._recent.least_of_better(first.priority, self._waiting.now),
+        )
         beside = min(room, self._budget.num_tokens(start, num_decodes, self.target_s(), better))
         streams = [request for request in self._table.running if request not in prefilling]
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
@@ -212,7 +215,7 @@ class Policy:
     def _next(self, step: Step, priority: int, able: list[Request], *, by_work: bool) -> Request | None:
         """The next prompt of a tier to get tokens, of the running ones that are `able` and the waiting ones that may
         start: the first in turn, or of the same client the one with the least work left, the oldest among equals."""
-        waiting = None if self._why_closed(step) else self._waiting.first(priority, step.now)
+        waiting = None if self._why_closed(step) else self._waiting.first(priority)
         first = min(_some(*able, waiting), key=self._turn, default=None)
         if first is None or not by_work:
             return first
@@ -224,10 +227,10 @@ class Policy:
     def _next_to_start(self, step: Step) -> Request | None:
         """The waiting request for whose start a step is composed: the oldest of the best tier, or else its shortest;
         None if neither can start. Grows the pool if necessary."""
-        heads = self._waiting.heads(step.now) if self._why_closed(step) is None else []
+        heads = self._waiting.heads() if self._why_closed(step) is None else []
         if not heads:
             return None
-        promoted, why = self._aged.promoted(step.now), None
+        promoted, why = self._aged.promoted(), None
         for request in dict.fromkeys(_some(heads[0], self._shortest(step, heads[0]))):
             if (why := self._what_lacks(request, self._blocks.find_prefix(request), promoted)) is None:
                 return request
@@ -243,16 +246,16 @@ class Policy:
         order of arrival. Example: while 24,000 tokens wait for blocks, 120 prompts of 200 tokens may start first.
         Other clients' requests may not: with short prompts and long outputs, they would have every other seat.
         """
-        shortest = self._waiting.shortest(oldest, step.now)
+        shortest = self._waiting.shortest(oldest)
         if shortest is None or shortest is oldest:
             return oldest
-        if step.no_overtaking is not None or (oldest.has_lost_seat and self._is_last_seat(step.now)):
+        if step.no_overtaking is not None or (oldest.has_lost_seat and self._is_last_seat()):
             return None
         num_tokens = oldest.num_tokens_overtaken + self._work(shortest)
         return shortest if num_tokens <= self._work(oldest) else None
 
-    def _is_last_seat(self, now: float) -> bool:
-        return len(self._table.running) + 1 + (self._aged.promoted(now) is not None) >= self._limits.max_num_seqs
+    def _is_last_seat(self) -> bool:
+        return len(self._table.running) + 1 + (self._aged.promoted() is not None) >= self._limits.max_num_seqs
 
     def _start(self, step: Step, request: Request) -> BlockIds | None:
         """Starts the oldest or the shortest request of a tier if there is room, and returns its block tables; its
@@ -262,16 +265,16 @@ class Policy:
         if _is_whole(request) and num_given + request.num_tokens > self._limits.max_num_batched_tokens:
             step.closed_because, step.closed_by = _NO_TOKENS, request
             return None
-        promoted, why = self._aged.promoted(step.now), self._why_closed(step)
+        promoted, why = self._aged.promoted(), self._why_closed(step)
         if why is not None and (request is not promoted or why is _HELD):
             return None
-        oldest = self._waiting.first(request.priority, step.now)
+        oldest = self._waiting.first(request.priority)
         if self._waiting.parked_for(request) is not None:
             return None
         prefix = self._blocks.find_prefix(request)
         why = self._what_lacks(request, prefix, promoted)
         if why is None and self._table.disk is not None:
-            if self._is_deferred(request, step.now):
+            if self._is_deferred(request):
                 if self._waiting.parked_for(request) is not None:
                     return None
                 why = _MANY_LOADS
@@ -285,16 +288,16 @@ class Policy:
             return None
         if oldest is not None and oldest is not request:
             oldest.num_tokens_overtaken += request.num_tokens - len(prefix) * BLOCK_SIZE
-            oldest.has_lost_seat |= self._is_last_seat(step.now)
+            oldest.has_lost_seat |= self._is_last_seat()
         block_ids = self._table.admit(step, request, prefix, is_promoted=request is promoted)
         self._aged.on_start(request)
         cost = self._budget.cost(request.num_computed_tokens, self._work(request))
-        self._recent.add(request.priority, cost, step.now)
+        self._recent.add(request.priority, cost, self._waiting.now)
         return block_ids
 
-    def _is_deferred(self, request: Request, now: float) -> bool:
+    def _is_deferred(self, request: Request) -> bool:
         """Whether a request that could start waits for a prefix on disk instead."""
-        return self._table.disk is not None and self._table.disk.defers(request, now)
+        return self._table.disk is not None and self._table.disk.defers(request)
 
     def _what_lacks(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> str | None:
         """What is missing for a request to start; None if nothing is. Grows the pool if necessary."""
@@ -322,35 +325,35 @@ class Policy:
         """Preempts the fewest running requests of worse tiers that make room for the next waiting request: the oldest
         of the best tier, or else the shortest. Preempts none if all of them would not make enough room, or if the step
         has no tokens for the request."""
-        heads, running = self._waiting.heads(step.now), self._table.running
+        heads, running = self._waiting.heads(), self._table.running
         if not heads or not running or running[-1].priority <= heads[0].priority or self.is_held:
             return
         able = _some(heads[0], self._shortest(step, heads[0]))
         request = next((request for request in able if self._would_compute(step, request)), None)
-        if request is None or self._is_deferred(request, step.now):
+        if request is None or self._is_deferred(request):
             return
-        preempted = self._fewest_preempted(request, step.now)
-        if preempted and self._promote_aged(request, step.now):
-            preempted = self._fewest_preempted(request, step.now)
+        preempted = self._fewest_preempted(request)
+        if preempted and self._promote_aged(request):
+            preempted = self._fewest_preempted(request)
         for other in preempted:
             self._table.preempt(other)
 
-    def _fewest_preempted(self, request: Request, now: float) -> list[Request]:
+    def _fewest_preempted(self, request: Request) -> list[Request]:
         """The last requests in `by_holdings` whose seats and blocks are enough for `request`. Grows the pool if that
         spares one."""
         prefix, worse = self._blocks.find_prefix(request), by_holdings(self._worse_tiers(request)[::-1])[::-1]
-        num_seats, num_blocks = self._needs(request, prefix, self._aged.promoted(now))
+        num_seats, num_blocks = self._needs(request, prefix, self._aged.promoted())
         num_freed = self._blocks.num_freed_in_turn((other.request_id for other in worse), prefix)
         for count, num_freed_blocks in enumerate(num_freed):
             if num_seats <= count and self._blocks.make_room(num_blocks - num_freed_blocks):
                 return worse[:count]
         return []
 
-    def _promote_aged(self, request: Request, now: float) -> bool:
+    def _promote_aged(self, request: Request) -> bool:
         """Promotes running requests that `request` may preempt although they have aged past it and past all waiting
         ones, while the aged share has room: they keep their seats. Whether there is such a request."""
         key = self._waiting.key
-        least = min(key(request), *[self._waiting.oldest_age(head.priority)[0] for head in self._waiting.heads(now)])
+        least = min(key(request), *[self._waiting.oldest_age(head.priority)[0] for head in self._waiting.heads()])
         aged = sorted((other for other in self._worse_tiers(request) if key(other) <= least), key=key)
         for count, other in enumerate(aged):
             if not self._aged.may_promote(other):
@@ -374,7 +377,7 @@ class Policy:
         before = [other for other in prefilling if other.priority <= request.priority]
         num_steps = 2 if self._table.submitted else 1
         first = min([*before, request], key=self._turn)
-        most, _ = self._shares(step.now, first, prefilling, len(running) - len(prefilling))
+        most, _ = self._shares(first, prefilling, len(running) - len(prefilling))
         wanted = {other: min(self._work(other), num_steps * self._wanted(other)) for other in before}
         left = num_steps * most - sum(wanted[o] for o in before if o.priority < request.priority)
         mates = [other for other in before if other.priority == request.priority]
@@ -385,7 +388,7 @@ class Policy:
         is_its_turn = all(other.client == request.client for other in before_it)
         return is_its_turn and sum(map(wanted.__getitem__, shorter)) < left // 2
 
-    def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
+    def grow(self, step: Step, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks for the next `num_tokens` tokens, preempting those last in `by_holdings` if necessary. None if the
         request must sit out this step: it waits for detached blocks or for memory, or was preempted itself."""
         table = self._table
@@ -399,7 +402,7 @@ class Policy:
                 continue
             victim = by_holdings(table.running)[-1]
             if len(table.running) == 1:
-                table.starving = victim
+                step.starving = victim
                 return None
             table.preempt(victim)
             if victim is request:
@@ -411,11 +414,11 @@ class Policy:
         that case it may have to sit out a step (None), or preempt others if there would be no step otherwise."""
         if step.requests or step.given or self._table.submitted:
             return self._blocks.allocate(request, request.num_tokens)
-        return self.grow(request, request.num_tokens - request.num_computed_tokens)
+        return self.grow(step, request, request.num_tokens - request.num_computed_tokens)
 
-    def next_of_all(self, now: float) -> Request:
+    def next_of_all(self) -> Request:
         """The waiting request that would start next if there were memory for it."""
-        return self._aged.promoted(now) or self._waiting.heads(now)[0]
+        return self._aged.promoted() or self._waiting.heads()[0]
 
 
 def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)) -> int:

@@ -41,6 +41,7 @@ class PriorityQueueWithAging:
 
     def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
         assert aging_rate >= 0.0
+        self.now = 0.0  # when the step that is composed began
         self._aging_rate = aging_rate
         self._blocks = blocks
         self._deduplicates = deduplicates
@@ -48,7 +49,7 @@ class PriorityQueueWithAging:
         self._by_work: defaultdict[tuple[int, str], OrderedRequests] = defaultdict(OrderedRequests)  # tier and client
         self._num_cached: dict[str, int] = {}  # cached blocks of each waiting request at the last look
         self._owners: dict[bytes, Request] = {}  # the running request that computes a block, by its hash
-        self._owned: dict[str, deque[tuple[int, bytes]]] = {}  # by owner: index in its prompt and hash
+        self._owned: dict[Request, deque[tuple[int, bytes]]] = {}  # by owner: index in its prompt and hash
         self._parked: dict[bytes, dict[str, Request]] = {}  # by the block that they wait for, then by id
         self._parked_at: dict[str, bytes] = {}
         self._parked_since: dict[str, float] = {}  # of waiting requests that have ever been parked, in this order
@@ -111,24 +112,24 @@ class PriorityQueueWithAging:
         num_cached = self._blocks.num_cached(request, self._num_cached[request.request_id])
         return request.num_tokens - num_cached * BLOCK_SIZE
 
-    def heads(self, now: float) -> list[Request]:
+    def heads(self) -> list[Request]:
         """The first request of each tier, the best tier first. Found once a step, and again after each change of the
         queue."""
         if self._heads is None:
-            first = [self._find_first(self._by_turn[priority], now) for priority in sorted(self._by_turn)]
+            first = [self._find_first(self._by_turn[priority]) for priority in sorted(self._by_turn)]
             self._heads = [request for request in first if request is not None]
         return self._heads
 
-    def first(self, priority: int, now: float) -> Request | None:
+    def first(self, priority: int) -> Request | None:
         """The request of a tier whose turn it is, of those that are not parked."""
-        return next((head for head in self.heads(now) if head.priority == priority), None)
+        return next((head for head in self.heads() if head.priority == priority), None)
 
-    def shortest(self, first: Request, now: float) -> Request | None:
+    def shortest(self, first: Request) -> Request | None:
         """The request with the least work of the tier and client of `first`, the older one among equals; None if all
         are parked."""
         while (by_work := self._by_work.get((first.priority, first.client))) is not None:
             request = by_work.first()
-            if request is None or not (self._park(request, now) or self._update(request)):
+            if request is None or not (self._park(request) or self._update(request)):
                 return request
         return None
 
@@ -137,14 +138,14 @@ class PriorityQueueWithAging:
         block_hash = self._parked_at.get(request.request_id)
         return None if block_hash is None else self._owners[block_hash].request_id
 
-    def parked_behind(self, owner_id: str) -> list[Request]:
+    def parked_behind(self, owner: Request) -> list[Request]:
         """The requests that are parked for what this one computes or loads."""
-        hashes = [block_hash for block_hash in self._parked if self._owners[block_hash].request_id == owner_id]
+        hashes = [block_hash for block_hash in self._parked if self._owners[block_hash] is owner]
         return list(chain.from_iterable(self._parked[block_hash].values() for block_hash in hashes))
 
-    def parks(self, request: Request, now: float) -> bool:
+    def parks(self, request: Request) -> bool:
         """Parks a waiting request if a running one or a load has its next uncached block. Whether it is parked."""
-        return request.request_id in self._parked_at or self._park(request, now)
+        return request.request_id in self._parked_at or self._park(request)
 
     # --- parking: prefixes that are being computed ----------------------------------------------------------
 
@@ -165,33 +166,38 @@ class PriorityQueueWithAging:
         mine = deque((index, hashes[index]) for index in range(first, len(hashes)) if hashes[index] not in self._owners)
         if mine:
             self._owners.update((block_hash, request) for _, block_hash in mine)
-            self._owned[request.request_id] = mine
+            self._owned[request] = mine
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """The full blocks of the first `num_tokens` tokens of a running request are cached now."""
-        mine = self._owned.get(request.request_id)
+        mine = self._owned.get(request)
         if mine is None:
             return
         num_full = num_tokens // BLOCK_SIZE
         while mine and mine[0][0] < num_full:
             self._release(mine.popleft()[1])
         if not mine:
-            del self._owned[request.request_id]
+            del self._owned[request]
 
-    def stop(self, request_id: str) -> None:
-        """A running request has left: the requests parked for it may start."""
-        for tier in self._by_turn.values():
-            tier.stop(request_id)
-        for _, block_hash in self._owned.pop(request_id, ()):
+    def stop(self, request: Request) -> None:
+        """A running request has left, or a load has ended: the requests parked for it may start."""
+        self._by_turn[request.priority].stop(request)
+        for _, block_hash in self._owned.pop(request, ()):
             self._release(block_hash)
 
-    def expire(self, now: float) -> None:
-        """A step begins: unparks requests that have waited too long for a prefix, and settles."""
+    def begin_step(self, now: float) -> None:
+        """A step is composed at `now`: brings the turns up to date with what was computed since the last one, and
+        unparks requests that have waited too long for a prefix."""
+        self.now = now
+        if not self._num_cached:
+            return
         self._heads = None
-        self.settle()
+        for tier in self._by_turn.values():
+            if tier.is_shared:
+                tier.settle()
         if now - next(iter(self._parked_since.values()), now) >= MAX_PREFIX_WAIT_S:  # of the one parked first
             parked = chain.from_iterable(same.values() for same in self._parked.values())
-            for request in [request for request in parked if self._is_over(request, now)]:
+            for request in [request for request in parked if self._is_over(request)]:
                 self._leave(request)
                 self._enter(request)
 
@@ -201,13 +207,6 @@ class PriorityQueueWithAging:
         if tier.is_shared:
             self._heads = None
             tier.count(request, num_tokens)
-
-    def settle(self) -> None:
-        """Brings the turns up to date with what was computed since the last call."""
-        for tier in self._by_turn.values():
-            if tier.is_shared:
-                self._heads = None
-                tier.settle()
 
     def check_integrity(self) -> None:
         """Asserts that each waiting request is in both orders, or parked for a block that has an owner."""
@@ -226,8 +225,8 @@ class PriorityQueueWithAging:
         assert set(self._parked) <= set(self._owners), "a request waits for a block that nobody computes"
         assert set(self._parked_since) <= set(self._num_cached), "a request that left is kept"
 
-    def _find_first(self, tier: FairOrder, now: float) -> Request | None:
-        while (request := tier.first()) is not None and self._park(request, now):
+    def _find_first(self, tier: FairOrder) -> Request | None:
+        while (request := tier.first()) is not None and self._park(request):
             pass
         return request
 
@@ -266,10 +265,10 @@ class PriorityQueueWithAging:
         self._enter_by_work(request)
         return True
 
-    def _park(self, request: Request, now: float) -> bool:
+    def _park(self, request: Request) -> bool:
         """Parks a request whose next uncached block has an owner, until the last block that both have in common is
         computed; whether it is parked."""
-        if not self._owners or not self._blocks.may_hit(request) or self._is_over(request, now):
+        if not self._owners or not self._blocks.may_hit(request) or self._is_over(request):
             return False
         hashes = request.block_hashes
         next_block = self._blocks.num_cached(request, self._num_cached[request.request_id])
@@ -280,7 +279,7 @@ class PriorityQueueWithAging:
         num_common = bisect_left(range(next_block, end), True, key=lambda i: self._owners.get(hashes[i]) is not owner)
         last = hashes[next_block + num_common - 1]
         self._leave(request)
-        self._parked_since.setdefault(request.request_id, now)
+        self._parked_since.setdefault(request.request_id, self.now)
         self._parked.setdefault(last, {})[request.request_id] = request
         self._parked_at[request.request_id] = last
         return True
@@ -292,6 +291,6 @@ class PriorityQueueWithAging:
             del self._parked_at[request.request_id]
             self._enter(request)
 
-    def _is_over(self, request: Request, now: float) -> bool:
+    def _is_over(self, request: Request) -> bool:
         """Whether a request may not be parked any more."""
-        return now - self._parked_since.get(request.request_id, math.inf) >= MAX_PREFIX_WAIT_S
+        return self.now - self._parked_since.get(request.request_id, math.inf) >= MAX_PREFIX_WAIT_S

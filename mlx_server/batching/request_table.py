@@ -50,13 +50,13 @@ class Step:
       `no_overtaking` says why no request starts before the oldest one of its tier.
     - `images` says, for each request that computes placeholders, the position at which the first image with such
       placeholders begins.
+    - `starving` is who lacks memory for the step, and would run alone.
     - `waits_to_draft` says whether the step after it waits for its result, once that is known.
     """
 
     output: SchedulerOutput  # what the executor gets, once the step is submitted
 
-    def __init__(self, now: float) -> None:
-        self.now = now
+    def __init__(self) -> None:
         self.closed_because: str | None = None
         self.closed_by: Request | None = None
         self.no_overtaking: str | None = None
@@ -66,6 +66,7 @@ class Step:
         self.filled: list[Request] = []
         self.drafts: dict[str, Drafts] = {}
         self.images: dict[str, int] = {}
+        self.starving: Request | None = None
         self.waits_to_draft: bool | None = None
         self.new_requests: list[NewRequestData] = []
         self.num_decode_tokens = 0
@@ -94,15 +95,12 @@ class Step:
 class RequestTable:
     """The states of requests, and the effects of each change of state: on blocks, queue counts and the runner's state.
 
-    The attributes are for reading; the methods of this class change them, except `undecided`, which `DraftRoom`
-    changes, and `starving`.
+    The attributes are for reading; the methods of this class change them.
 
     - `running` is sorted by `rank`; of equals, the one admitted earlier comes first.
     - `unscheduled` are requests that have never run, by arrival. `queued_requests` counts the waiting requests of each
       tier.
     - `prompt_logprobs` are those collected so far, of prompts that are not completely computed.
-    - `undecided` are running requests whose last chunk had drafts. With recurrent state, such a request has two states
-      until its next chunk: one from before the drafts and one from after them.
 
     If a submitted step uses blocks of a request that leaves, they are detached and not freed, because the device may
     still write them.
@@ -118,11 +116,9 @@ class RequestTable:
         self.waiting = PriorityQueueWithAging(blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes)
         self.running: list[Request] = []
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()
-        self.undecided: set[str] = set()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
         self.starved: list[RequestOutput] = []  # of those ended for lack of memory, until `take_starved`
-        self.starving: Request | None = None  # who lacks memory in the step being composed, and would run alone
         self.starving_since: float | None = None
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
@@ -175,7 +171,7 @@ class RequestTable:
         self.waiting.start(request)
         step.new_requests.append(NewRequestData.of(request, self.blocks.resumed_checkpoint(request)))
         if request.first_scheduled_s is None:
-            request.first_scheduled_s = step.now
+            request.first_scheduled_s = self.waiting.now
             request.num_cached_tokens = request.num_computed_tokens
             if self.blocks.may_hit(request):
                 self._count_hit(request)
@@ -317,12 +313,13 @@ class RequestTable:
     def settle_starving(self, step: Step) -> None:
         """Call when a step is composed: ends the request that is `starving` if it has been for `memory_wait_s`. Memory
         may come back meanwhile."""
-        request, self.starving = self.starving, None
+        request = step.starving
         if request is None or request.request_id in step.requests:
             self.starving_since = None
             return
-        self.starving_since = step.now if self.starving_since is None else self.starving_since
-        if step.now - self.starving_since >= self.limits.memory_wait_s:
+        now = self.waiting.now
+        self.starving_since = now if self.starving_since is None else self.starving_since
+        if now - self.starving_since >= self.limits.memory_wait_s:
             self.starving_since = None
             most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
             self.starved.append(self.fail(request, starvation(request, most_tokens, self.limits.memory_wait_s)))
@@ -342,7 +339,6 @@ class RequestTable:
         waiting_ids = {request.request_id for request in self.waiting}
         assert not running_ids & waiting_ids, "a request runs and waits"
         assert running_ids | waiting_ids == set(self.requests), "a request neither runs nor waits"
-        assert self.undecided <= running_ids, "drafts are undecided of one that does not run"
         assert set(self.unscheduled) <= waiting_ids, "a request that never ran does not wait"
         assert set(self.prompt_logprobs) <= running_ids, "prompt logprobs are kept of one that does not run"
         for request in self.requests.values():
@@ -377,12 +373,11 @@ class RequestTable:
     def _leave_running(self, request: Request, num_certain: int | None = None) -> None:
         request_id = request.request_id
         self.running.remove(request)
-        self.undecided.discard(request_id)
         self.blocks.cache_full_blocks(request, self._num_certain(request) if num_certain is None else num_certain)
         if self.disk is not None:
             self.disk.saves.on_leave(request)
         self._dropped.append(request_id)
-        self.waiting.stop(request_id)
+        self.waiting.stop(request)
         self.prompt_logprobs.pop(request_id, None)
         last_step = None
         for step in self.submitted:

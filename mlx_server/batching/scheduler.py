@@ -203,7 +203,7 @@ class ContinuousBatchingScheduler:
         there are no requests or all of them wait for memory or for a submitted step's result. A step without requests
         only changes the pools or copies blocks, or runs a draft model."""
         if self._draft_room is not None and (draft_steps := self._draft_room.compose_burst()):
-            step = Step(now)
+            step = Step()
             step.output, step.waits_to_draft = SchedulerOutput(-1, (), draft_steps=draft_steps), True
             self._table.submitted.append(step)
             return step.output

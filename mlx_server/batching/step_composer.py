@@ -31,18 +31,17 @@ class StepComposer:
         self._checkpoints = table.blocks.checkpoints
         self._policy = policy
         self._draft_room = draft_room
-        self._last = Step(0.0)
+        self._last = Step()
 
     def compose(self, now: float) -> Step:
         """Composes the next step and books its effects on blocks and progress. The step is empty if nothing can run
         now."""
-        table, step = self._table, Step(now)
-        self._last = step
-        disk = table.disk
+        table, step = self._table, Step()
+        self._last, disk = step, table.disk
+        table.waiting.begin_step(now)
         if disk is not None:
-            disk.advance(now, is_busy=bool(table.running))
+            disk.advance(is_busy=bool(table.running))
         if table.has_waiting:
-            table.waiting.expire(now)
             self._policy.preempt_worse(step)
         prefilling = self._add_decodes(step)
         if prefilling or table.has_waiting:
@@ -56,9 +55,9 @@ class StepComposer:
                 self._draft_room.on_step(step)
         elif not table.running and not table.submitted:
             if disk is not None and (disk.is_loading or not table.has_waiting):
-                disk.save_idle(now)
+                disk.save_idle()
             elif table.has_waiting and not table.is_memory_coming():
-                table.starving = self._policy.next_of_all(now)
+                step.starving = self._policy.next_of_all()
         table.settle_starving(step)
         return step
 
@@ -109,7 +108,7 @@ class StepComposer:
                     spare -= num_tokens - 1
             filled = start % BLOCK_SIZE
             is_room = filled and filled + num_tokens <= BLOCK_SIZE
-            block_ids = () if is_room else self._policy.grow(request, num_tokens)
+            block_ids = () if is_room else self._policy.grow(step, request, num_tokens)
             if block_ids is not None:
                 step.num_decode_tokens += num_tokens
                 self._put(step, request, num_tokens, block_ids, own_drafts)

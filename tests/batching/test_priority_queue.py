@@ -27,7 +27,7 @@ def make_queue(*requests: Request, aging_rate: float = AGING_RATE) -> PriorityQu
 
 
 def most_urgent(queue: PriorityQueueWithAging) -> Request | None:
-    return min(queue.heads(0.0), key=queue.age, default=None)
+    return min(queue.heads(), key=queue.age, default=None)
 
 
 def drain(queue: PriorityQueueWithAging) -> list[str]:
@@ -131,8 +131,8 @@ def test_requests_are_seen_in_order_without_being_taken() -> None:
     assert list(queue) == in_order
     assert list(islice(queue, 7)) == in_order[:7]
     by_tier = sorted(requests, key=lambda request: (request.priority, request.arrival_s))
-    assert queue.heads(0.0) == [next(r for r in by_tier if r.priority == priority) for priority in range(3)]
-    assert queue.first(1, 0.0) is queue.heads(0.0)[1]
+    assert queue.heads() == [next(r for r in by_tier if r.priority == priority) for priority in range(3)]
+    assert queue.first(1) is queue.heads()[1]
     assert len(queue) == 120
     assert drain(queue) == [request.request_id for request in in_order]
     assert list(queue) == []

@@ -159,9 +159,9 @@ class DiskTier:
 
     # --- between steps --------------------------------------------------------------------------------------
 
-    def advance(self, now: float, *, is_busy: bool) -> None:
+    def advance(self, *, is_busy: bool) -> None:
         """Before a step is composed: takes what was read, and begins loads. `is_busy` says that requests run."""
-        self._is_busy = is_busy
+        now, self._is_busy = self._waiting.now, is_busy
         if is_busy:
             self._busy_until_s = now
         self._store.set_busy(is_busy and not self.saves.is_urgent)
@@ -173,11 +173,11 @@ class DiskTier:
         room = piece = self._piece_bytes() if is_busy else PIECE_BYTES
         self.saves.begin_step(piece)
         for load in list(self._loads):
-            room -= self._land(load, room, now, is_first=room == piece)
+            room -= self._land(load, room, is_first=room == piece)
         for load in [load for load in self._queue if load.is_late(now)]:
             self._queue.remove(load)
-            self._waiting.stop(load.holder.request_id)
-        self._seek_next(now)
+            self._waiting.stop(load.holder)
+        self._seek_next()
         may_save = is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s
         if may_save and self.saves.is_due and self._store.is_quiet:
             self.saves.request(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
@@ -195,10 +195,10 @@ class DiskTier:
             return max(0.0, self._busy_until_s + IDLE_S - now)
         return None
 
-    def save_idle(self, now: float) -> None:
+    def save_idle(self) -> None:
         """Call when there is nothing else to compute: after an idle second, saves a piece of what is worth keeping.
         Loads come first."""
-        if not self._loads and now - self._busy_until_s >= IDLE_S:
+        if not self._loads and self._waiting.now - self._busy_until_s >= IDLE_S:
             self.saves.request(PIECE_BYTES)
 
     def take_copies(self) -> BlockCopies | None:
@@ -240,25 +240,25 @@ class DiskTier:
     def close(self) -> None:
         """Ends all loads; no request runs any more."""
         while self._queue:
-            self._waiting.stop(self._queue.pop().holder.request_id)
+            self._waiting.stop(self._queue.pop().holder)
         while self.give_up_load():
             pass
         self._store.set_busy(False)
 
-    def defers(self, request: Request, now: float) -> bool:
+    def defers(self, request: Request) -> bool:
         """Call for a waiting request that would start otherwise. Whether it must wait: for a load, in which case it is
         parked, or because too many loads come before it."""
         if request.was_sought_on_disk or not self._blocks.may_hit(request):
             return False
-        return self._num_before(request) >= _MAX_QUEUED or self._seek(request, now)
+        return self._num_before(request) >= _MAX_QUEUED or self._seek(request)
 
-    def _seek_next(self, now: float) -> None:
+    def _seek_next(self) -> None:
         """Looks up the next requests of each tier even if they cannot start yet."""
-        for head in self._waiting.heads(now):
-            for request in dict.fromkeys((head, self._waiting.shortest(head, now))):
+        for head in self._waiting.heads():
+            for request in dict.fromkeys((head, self._waiting.shortest(head))):
                 if request is not None and self._num_before(request) < _MAX_LOADS:
-                    self._seek(request, now)
-        self._begin_next(now)
+                    self._seek(request)
+        self._begin_next()
 
     def _num_before(self, request: Request) -> int:
         key, turn = self._waiting.key, self._waiting.turn
@@ -270,9 +270,9 @@ class DiskTier:
 
         return sum([is_before(load.wanted_by) for load in (*self._loads, *self._queue)])
 
-    def _seek(self, request: Request, now: float) -> bool:
+    def _seek(self, request: Request) -> bool:
         """Looks up a waiting request, and queues a load if that pays. Whether the request is parked."""
-        if self._waiting.parks(request, now):
+        if self._waiting.parks(request):
             return True
         lacked = request.num_blocks_lacked
         if request.was_sought_on_disk or (lacked and not self._blocks.make_room(lacked + self._room_beside())):
@@ -282,34 +282,34 @@ class DiskTier:
             return False
         first = len(self._blocks.find_prefix(request))
         end = self._blocks.reach(request, self._is_stored)
-        if not self._pays(first, end, now):
+        if not self._pays(first, end):
             return False
         holder = self._holder(request, end)
         self._waiting.start(holder, is_load=True)
-        if not self._waiting.parks(request, now):  # it may wait no longer, or a worse tier computes the prefix
-            self._waiting.stop(holder.request_id)
+        if not self._waiting.parks(request):  # it may wait no longer, or a worse tier computes the prefix
+            self._waiting.stop(holder)
             return False
-        self._queue.append(_Load(holder, request, end, now))
-        self._begin_next(now)
-        return self._waiting.parks(request, now)
+        self._queue.append(_Load(holder, request, end, self._waiting.now))
+        self._begin_next()
+        return self._waiting.parks(request)
 
-    def _begin_next(self, now: float) -> None:
+    def _begin_next(self) -> None:
         """Begins the loads whose turn it is. Drops those whose requests have left, whose prefixes have been computed
         meanwhile, or that have no room."""
         while self._queue and len(self._loads) < _MAX_LOADS:
             load = min(self._queue, key=self._turn)
             self._queue.remove(load)
-            if load.wanted_by.status is not RequestStatus.WAITING or not self._begin(load, now):
-                self._waiting.stop(load.holder.request_id)
+            if load.wanted_by.status is not RequestStatus.WAITING or not self._begin(load):
+                self._waiting.stop(load.holder)
 
     def _turn(self, load: _Load) -> tuple[int, int, float]:
         """The turn of the first request that waits for a load."""
-        parked = self._waiting.parked_behind(load.holder.request_id)
+        parked = self._waiting.parked_behind(load.holder)
         return min(map(self._waiting.turn, [load.wanted_by, *parked]))
 
-    def _begin(self, load: _Load, now: float) -> bool:
+    def _begin(self, load: _Load) -> bool:
         request, end = load.wanted_by, load.end
-        load.first, load.began_s = len(self._blocks.find_prefix(request)), now
+        load.first, load.began_s = len(self._blocks.find_prefix(request)), self._waiting.now
         if load.first >= end:
             return False
         seen = self._blocks.seen(request, end)
@@ -336,7 +336,7 @@ class DiskTier:
         stored."""
         return not content_bytes(self._store, group) or self._store.has(record_digest(block_hash, group))
 
-    def _pays(self, first: int, end: int, now: float) -> bool:
+    def _pays(self, first: int, end: int) -> bool:
         """Whether reading a prefix of `end` blocks is expected to be faster than computing it after its first `first`
         blocks; true while the speed of computing is unknown, and once in a while, to renew the speed of reads."""
         if end <= first:
@@ -345,7 +345,7 @@ class DiskTier:
         windows = self._blocks.groups.windows
         num_blocks = sum([end - max(first, first_seen(end * BLOCK_SIZE, window)) for window in windows])
         num_bytes = num_blocks * self._store.block_bytes + self._store.state_bytes
-        return self._reads.pays(num_bytes, compute_s, now)
+        return self._reads.pays(num_bytes, compute_s, self._waiting.now)
 
     def _holder(self, request: Request, end: int) -> Request:
         """A request of the tier's own that holds the first `end` blocks of `request`."""
@@ -387,10 +387,10 @@ class DiskTier:
         """Called on any thread."""
         self._arrived.append((load, number, content))
 
-    def _land(self, load: _Load, most_bytes: int, now: float, *, is_first: bool) -> int:
+    def _land(self, load: _Load, most_bytes: int, *, is_first: bool) -> int:
         """Copies what was read with the next step: up to `most_bytes`, or a single larger content if `is_first`.
         Returns how many bytes."""
-        before, is_broken = load.bytes_landed, False
+        now, before, is_broken = self._waiting.now, load.bytes_landed, False
         while not load.is_complete and load.next in load.staged:
             item = load.items[load.next]
             num_bytes, landed = content_bytes(self._store, item.group), load.bytes_landed - before
@@ -435,7 +435,7 @@ class DiskTier:
         """Ends a load. What it has cached stays, and is evicted last."""
         load.is_over = True
         self._loads.remove(load)
-        self._waiting.stop(load.holder.request_id)
+        self._waiting.stop(load.holder)
         self._blocks.free(load.holder.request_id)
         if load.slot is not None and load.next == 0 and self._blocks.checkpoints is not None:
             self._blocks.checkpoints.give_back(load.slot)

@@ -3,7 +3,7 @@ steps that it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mlx_server.batching.speculation.draft_costs import RowCosts, StepRoom, expected_again
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import BlockIds, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
 
@@ -138,20 +138,29 @@ class Follower:
 
 
 class BurstSteps:
-    """The steps of a burst while they are being composed."""
+    """The steps of a burst: `computed` are the followers whose tokens it computes, and `drafting`, by request, those of
+    them that get drafts. The others' chunks are pieces of prompts."""
 
-    def __init__(self, wanted: set[Follower]) -> None:
+    def __init__(self, wanted: Iterable[Follower] = ()) -> None:
         """`wanted` keep their blocks even if others find no room."""
-        self.wanted = wanted
+        self.wanted = set(wanted)
         self.block_ids: dict[str, BlockIds] = {}
         self.new_requests: list[NewRequestData] = []
         self.computed: list[Follower] = []
-        self.singles: list[list[ScheduledChunk]] = []
+        self.drafting: dict[str, Follower] = {}
+        self.num_prompt_tokens = 0
+        self.prompt_cost = 0.0
+        self.change: PoolChange | None = None
         self._first: list[ScheduledChunk] = []
+        self._singles: list[list[ScheduledChunk]] = []
+
+    @property
+    def num_steps(self) -> int:
+        return 1 + len(self._singles)
 
     def add(
         self,
-        shadow: Request,
+        follower: Follower,
         end: int,
         *,
         is_sampling: bool,
@@ -159,8 +168,10 @@ class BurstSteps:
         block: tuple[int, ...] = (),
     ) -> None:
         """Adds a request's tokens up to position `end` that are not computed to the first step, and the `block` of a
-        block drafter after them."""
-        start = shadow.num_computed_tokens
+        block drafter after them. They count as computed from now on, but the block does not."""
+        shadow, start = follower.shadow, follower.shadow.num_computed_tokens
+        shadow.num_computed_tokens = end
+        self.computed.append(follower)
         self._first.append(
             ScheduledChunk(
                 shadow.request_id,
@@ -173,6 +184,7 @@ class BurstSteps:
                 bitmask,
                 num_drafts=max(0, len(block) - 2),
                 recent_token_ids=recent_tokens(shadow, start, end),
+                hidden_offset=follower.first,
                 num_block=len(block),
             )
         )
@@ -180,17 +192,18 @@ class BurstSteps:
     def follow(self, shadow: Request, start: int, count: int) -> None:
         """Adds single tokens from position `start` on, each of which the step before has sampled."""
         for place in range(count):
-            if place == len(self.singles):
-                self.singles.append([])
+            if place == len(self._singles):
+                self._singles.append([])
             chunk = ScheduledChunk(
                 shadow.request_id, start + place, 1, None, (), True, shadow.num_output_tokens + place + 1
             )
-            self.singles[place].append(chunk)
+            self._singles[place].append(chunk)
 
     def outputs(self, dropped: tuple[str, ...]) -> tuple[SchedulerOutput, ...]:
         self._first.sort(key=lambda chunk: chunk.num_tokens > 1)
-        first = SchedulerOutput(-1, tuple(self._first), tuple(self.new_requests), dropped)
-        return first, *[SchedulerOutput(-1, tuple(chunks)) for chunks in self.singles]
+        chunks, new_requests = tuple(self._first), tuple(self.new_requests)
+        first = SchedulerOutput(-1, chunks, new_requests, dropped, pool_change=self.change)
+        return first, *[SchedulerOutput(-1, tuple(singles)) for singles in self._singles]
 
 
 def recent_tokens(request: Request, start: int, end: int) -> tuple[int, ...]:

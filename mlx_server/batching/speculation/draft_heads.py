@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from mlx_server.batching.speculation.draft_burst import Burst, BurstSteps, Follo
 from mlx_server.batching.speculation.draft_costs import StepRoom
 from mlx_server.batching.speculation.draft_model import DraftModel
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import HELD_BY_ASSISTANTS, HELD_FEATURES, HELD_STATES, ScheduledChunk
 from mlx_server.request import Request
 
 
@@ -123,14 +123,6 @@ class HeadDrafts(DraftModel):
     def release(self, request: Request) -> None:
         super().release(request)
         self._held.pop(request.request_id, None)
-
-    def compose(self, free: Mapping[Request, int], most: int, room: StepRoom) -> tuple[SchedulerOutput, ...]:
-        outputs = super().compose(free, most, room)
-        if not outputs:
-            return ()
-        followers = self._followers
-        chunks = [chunk._replace(hidden_offset=followers[chunk.request_id].first) for chunk in outputs[0].chunks]
-        return replace(outputs[0], chunks=tuple(chunks)), *outputs[1:]
 
     def _can_follow(self, request: Request) -> bool:
         """Whether the hidden states are there from where the head goes on to the last known token."""
@@ -244,7 +236,7 @@ class BlockDrafts(HeadDrafts):
     def _num_fed(self, depth: int) -> int:
         return depth + 1
 
-    def _add(self, steps: BurstSteps, shadow: Request, num_known: int, depth: int, bitmask: bytes | None) -> None:
-        (last,) = shadow.token_ids(num_known - 1, num_known)
+    def _add(self, steps: BurstSteps, follower: Follower, num_known: int, depth: int, bitmask: bytes | None) -> None:
+        (last,) = follower.shadow.token_ids(num_known - 1, num_known)
         block = (last, *[self._mask] * depth)
-        steps.add(shadow, num_known, is_sampling=True, bitmask=bitmask, block=block)
+        steps.add(follower, num_known, is_sampling=True, bitmask=bitmask, block=block)

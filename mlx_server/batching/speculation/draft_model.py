@@ -11,7 +11,6 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
@@ -20,19 +19,8 @@ from mlx_server.batching.speculation.draft_burst import NO_BURST, Burst, BurstSt
 from mlx_server.batching.speculation.draft_costs import Acceptances, RowCosts, StepRoom
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import ModelRunnerOutput, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import ModelRunnerOutput, NewRequestData, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
-
-
-@dataclass(slots=True)
-class _Composed:
-    """The burst that runs: which requests get drafts, how many, and what it computes."""
-
-    followers: dict[str, Follower] = field(default_factory=dict)
-    depth: int = 0
-    num_prompt_tokens: int = 0
-    prompt_cost: float = 0.0
-    change: PoolChange | None = None
 
 
 class DraftModel:
@@ -53,7 +41,7 @@ class DraftModel:
         self._followers: dict[str, Follower] = {}
         self._dropped: list[str] = []
         self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self._composed = _Composed()
+        self._burst = BurstSteps()  # the last one
         self.acceptances = Acceptances()
         self._is_held = False
         self._has_failed = False
@@ -136,7 +124,6 @@ class DraftModel:
         """The steps of the best burst. A request of which the draft model lacks more than a block is brought up to date
         first, once drafts would have saved as much time as that takes, and for no longer at a time than a step should
         take."""
-        self._composed = _Composed()
         wanted = self.choose(free, most, room)
         self._skip(free, wanted)
         chosen = {r: self._followers[r.request_id] for r in free if r.request_id in wanted.request_ids}
@@ -145,24 +132,21 @@ class DraftModel:
         if len(near) < len(chosen):
             rates = {request.request_id: self.acceptances.rate(request.request_id) for request in near}
             burst = self._best(rates, most, room)
-        steps = BurstSteps(set(chosen.values()))
+        steps = self._burst = BurstSteps(chosen.values())
         for request, follower in near.items():
             if request.request_id in burst.request_ids:
                 self._draft(steps, request, follower, min(burst.depth, free[request]))
         self._bring_up(steps, [f for r, f in chosen.items() if r not in near], wanted.saved_s, room.limit_s)
         for follower in steps.computed:
             self.blocks.cache_full_blocks(follower.shadow, follower.shadow.num_computed_tokens)
-        self._composed.depth = len(steps.singles) + 1
-        change, dropped = self.blocks.take_change(), tuple(self._dropped)
-        if not steps.computed and change is None:
+        steps.change = self.blocks.take_change()
+        if not steps.computed and steps.change is None:
             return ()
-        self._dropped.clear()
-        outputs = steps.outputs(dropped)
-        self._composed.change = change
-        return replace(outputs[0], pool_change=change), *outputs[1:]
+        dropped, self._dropped = tuple(self._dropped), []
+        return steps.outputs(dropped)
 
     def _draft(self, steps: BurstSteps, request: Request, follower: Follower, depth: int) -> None:
-        shadow, num_known = follower.shadow, follower.shadow.num_tokens
+        num_known = follower.shadow.num_tokens
         for most in dict.fromkeys((depth, 1)):
             if self._admit(steps, follower, num_known + self._num_fed(most), self._others(steps.wanted)):
                 break
@@ -171,37 +155,33 @@ class DraftModel:
             if not self._admit(steps, follower, num_known + self._num_fed(most), others):
                 return
         bitmask = None if request.constraint is None else request.constraint.bitmask()
-        self._add(steps, shadow, num_known, most, bitmask)
-        shadow.num_computed_tokens = num_known
-        self._composed.followers[request.request_id] = follower
-        steps.computed.append(follower)
+        self._add(steps, follower, num_known, most, bitmask)
+        steps.drafting[request.request_id] = follower
 
     def _num_fed(self, depth: int) -> int:
         """How many positions after the known tokens are computed to draft `depth` tokens."""
         return depth - 1
 
-    def _add(self, steps: BurstSteps, shadow: Request, num_known: int, depth: int, bitmask: bytes | None) -> None:
+    def _add(self, steps: BurstSteps, follower: Follower, num_known: int, depth: int, bitmask: bytes | None) -> None:
         """Adds the computation of `depth` drafts after the first `num_known` tokens, whose first obeys `bitmask`."""
-        steps.add(shadow, num_known, is_sampling=True, bitmask=bitmask)
-        steps.follow(shadow, num_known, depth - 1)
+        steps.add(follower, num_known, is_sampling=True, bitmask=bitmask)
+        steps.follow(follower.shadow, num_known, depth - 1)
 
     def _bring_up(self, steps: BurstSteps, behind: Iterable[Follower], saved_s: float, limit_s: float) -> None:
         """Computes pieces of prompts, the shortest first, as many tokens in all as fit `limit_s`."""
-        composed, num_decodes = self._composed, len(steps.computed)
+        num_decodes = len(steps.computed)
         for follower in sorted(behind, key=self._num_behind):
             shadow, num_behind = follower.shadow, self._num_behind(follower)
             start = shadow.num_tokens - num_behind
             if not self._is_paid(follower, num_behind, saved_s):
                 continue
             most = min(self._budget.num_tokens(start, num_decodes, limit_s), self.blocks.groups.max_chunk_tokens)
-            count = min(num_behind, most - composed.num_prompt_tokens)
+            count = min(num_behind, most - steps.num_prompt_tokens)
             if count <= 0 or not self._admit(steps, follower, shadow.num_tokens, self._others(steps.wanted)):
                 break
-            steps.add(shadow, start + count, is_sampling=False)
-            shadow.num_computed_tokens = start + count
-            composed.num_prompt_tokens += count
-            composed.prompt_cost += self._budget.cost(start, count)
-            steps.computed.append(follower)
+            steps.add(follower, start + count, is_sampling=False)
+            steps.num_prompt_tokens += count
+            steps.prompt_cost += self._budget.cost(start, count)
 
     def _is_paid(self, follower: Follower, num_behind: int, saved_s: float) -> bool:
         """Whether drafts would by now have saved the time that computing the missing tokens takes."""
@@ -239,27 +219,27 @@ class DraftModel:
         if output.draft_error is not None:
             self._fail()
             return
-        composed, seconds = self._composed, output.step_time_s + min(output.idle_time_s, output.step_time_s)
+        burst, seconds = self._burst, output.step_time_s + min(output.idle_time_s, output.step_time_s)
         for request_id, token_ids in output.drafts.items():
-            follower = composed.followers[request_id]
+            follower = burst.drafting[request_id]
             if self._followers.get(request_id) is follower and self.blocks.holds(follower.shadow, 1):
                 self._drafts[request_id] = follower.shadow.num_output_tokens, token_ids
                 follower.fed = token_ids[:-1]
-        num_requests = len(composed.followers)
-        if composed.change is not None:  # its time includes the change
-            self.blocks.on_changed(composed.change)
-        elif composed.num_prompt_tokens:
-            shape = StepShape(num_requests, composed.num_prompt_tokens, composed.prompt_cost)
-            self._budget.observe(shape, seconds - (composed.depth - 1) * self.costs.seconds(num_requests))
+        num_requests = len(burst.drafting)
+        if burst.change is not None:  # its time includes the change
+            self.blocks.on_changed(burst.change)
+        elif burst.num_prompt_tokens:
+            shape = StepShape(num_requests, burst.num_prompt_tokens, burst.prompt_cost)
+            self._budget.observe(shape, seconds - (burst.num_steps - 1) * self.costs.seconds(num_requests))
         elif num_requests:
-            self.costs.observe(num_requests, seconds / composed.depth)
+            self.costs.observe(num_requests, seconds / burst.num_steps)
 
     def _fail(self) -> None:
         """Stops using the draft model; its runner has freed the pool."""
         self._has_failed = True
         for follower in self._followers.values():
             self._release(follower)
-        changes = [self._composed.change, self.blocks.take_change()]
+        changes = [self._burst.change, self.blocks.take_change()]
         self.blocks.shrink(self.blocks.num_blocks)
         for change in (*changes, self.blocks.take_change()):
             if change is not None:

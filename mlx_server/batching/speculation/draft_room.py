@@ -16,12 +16,17 @@ from mlx_server.request import Request
 
 
 class DraftRoom:
-    """The room for drafts in the steps of one scheduler, beside what they must compute."""
+    """The room for drafts in the steps of one scheduler, beside what they must compute.
+
+    With recurrent state, a request whose last chunk had drafts is undecided: until its next chunk it has two states,
+    one from before the drafts and one from after them.
+    """
 
     def __init__(self, speculation: Speculation, table: RequestTable, policy: Policy) -> None:
         self._speculation = speculation
         self._table = table
         self._policy = policy
+        self._undecided: set[str] = set()  # and some that run no more
         self._is_burst_over = False
 
     def choose(self) -> dict[str, Drafts]:
@@ -54,10 +59,11 @@ class DraftRoom:
         return {request: count for request, count in num_known.items() if count <= most_known}
 
     def _with_states(self, num_known: dict[Request, int]) -> dict[Request, int]:
-        """The requests that have a slot for the state after their drafts. Those that drafted last have one already."""
-        undecided, num_spares = self._table.undecided, self._speculation.num_spares
+        """The requests that have a slot for the state after their drafts. Undecided ones have one already."""
+        num_spares = self._speculation.num_spares
         if num_spares is None:
             return num_known
+        undecided = self._undecided = self._undecided.intersection([other.request_id for other in self._table.running])
         others = [request.request_id for request in num_known if request.request_id not in undecided]
         able = undecided.union(others[: max(0, num_spares - len(undecided))])
         return {request: count for request, count in num_known.items() if request.request_id in able}
@@ -65,8 +71,9 @@ class DraftRoom:
     def on_step(self, step: Step) -> None:
         """Call for each composed step. Its chunks continue from the right one of a request's two states, so afterwards
         only requests with new drafts are undecided."""
-        self._table.undecided.difference_update(step.requests)
-        self._table.undecided.update(step.drafts)
+        if self._speculation.num_spares is not None:
+            self._undecided.difference_update(step.requests)
+            self._undecided.update(step.drafts)
         if (model := self._speculation.model) is not None:
             for chunk in step.chunks:
                 if step.requests[chunk.request_id].sampling.speculate:

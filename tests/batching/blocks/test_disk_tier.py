@@ -705,7 +705,7 @@ def test_a_prefix_whose_blocks_a_load_takes_as_a_request_starts_is_not_hit(monke
     world.finish()
     assert world.scheduler.disk is not None
 
-    def defers(request: object, now: float) -> bool:
+    def defers(request: object) -> bool:
         """As if another load began with all blocks that nobody uses."""
         assert world.scheduler.blocks.reset_prefix_cache()
         return False
@@ -845,7 +845,7 @@ def test_loads_give_way_to_those_who_run() -> None:
 def test_a_prefix_that_has_no_room_is_not_sought_again_before_there_is_some() -> None:
     """A look-up takes as long as the prefix, and the loop composes step after step meanwhile."""
     world = make_world(14, store=(store := kept()))
-    world.scheduler.disk._pays = lambda first, end, now: end > first
+    world.scheduler.disk._pays = lambda first, end: end > first
     sought = counted_seeks(world)
     world.add(make_request("stream", 2 * BLOCK_SIZE, 4 * BLOCK_SIZE))
     world.step()
