@@ -22,7 +22,7 @@ from mlx_server.engine.observed import ObservedExecutor, call_each, current_stat
 from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
 from mlx_server.engine.prefixes.kv_events import ModelEvents, follow
 from mlx_server.engine.prefixes.model_on_disk import flush
-from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
+from mlx_server.engine.request_stream import GenerationRequest, ModelLimits, OutputText, RequestStream, make_request
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.seeing import SeeingModel
@@ -99,6 +99,7 @@ class AsyncEngine:
         self._tracer: EngineTracer = NO_TRACER
         self._parts: EngineParts | None = None
         self._intake: Intake  # once there are parts
+        self._limits: ModelLimits  # likewise
         self.adapters: LiveAdapters  # likewise
         self._streams: dict[str, RequestStream] = {}
         self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
@@ -179,6 +180,15 @@ class AsyncEngine:
             self.state, self.error = EngineState.DEAD, str(error)
             raise
         self.state, self._intake = EngineState.READY, Intake(self._parts.scheduler, self._clock)
+        self._limits = ModelLimits(
+            model_name=self.model_name,
+            vocab_size=self._parts.loaded.vocab_size,
+            max_model_len=self._parts.max_model_len,
+            eos_token_ids=frozenset() if self._parts.text is None else self._parts.text.tokenizer.eos_token_ids,
+            no_vision=self._parts.info.no_vision,
+            count_placeholders=partial(count_placeholders, self._parts.loaded.model),
+            largest_chunk=self._parts.scheduler.limits.largest_chunk,
+        )
         self.adapters = LiveAdapters(self._parts, self._around.thread, self.config.model, self._requests)
         for name in self._parts.loaded.adapters.by_name.keys() - set(self.names.adapters):
             self.adapters.unload(name)  # it went while the model was loading
@@ -303,18 +313,7 @@ class AsyncEngine:
             raise InvalidRequestError("Stop strings need a tokenizer, and this model has none.", "stop")
         if generation.pooling is None:
             check_generates(parts.pooling, self.model_name)
-        request = make_request(
-            generation,
-            sample=sample,
-            arrival_s=self._clock(),
-            model_name=self.model_name,
-            vocab_size=parts.loaded.vocab_size,
-            max_model_len=parts.max_model_len,
-            eos_token_ids=frozenset() if parts.text is None else parts.text.tokenizer.eos_token_ids,
-            no_vision=parts.info.no_vision,
-            count_placeholders=partial(count_placeholders, parts.loaded.model),
-            largest_chunk=parts.scheduler.limits.largest_chunk,
-        )
+        request = make_request(generation, self._limits, self._clock(), sample)
         if generation.adapter is not None:
             request.adapter_key = generation.adapter_key or parts.loaded.adapters.by_name[generation.adapter]
         return request
@@ -340,7 +339,7 @@ class AsyncEngine:
     def _take_parts(self) -> EngineParts:
         """The parts, of which the engine keeps no reference, so that they can be freed."""
         parts, self._parts = self._loaded_parts(), None
-        del self._intake, self.adapters
+        del self._intake, self._limits, self.adapters
         return parts
 
     async def _run(self) -> None:

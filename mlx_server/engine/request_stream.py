@@ -267,34 +267,39 @@ def _before_fault(output: RequestOutput) -> RequestOutput:
     )
 
 
-def make_request(
-    generation: GenerationRequest,
-    *,
-    arrival_s: float,
-    model_name: str,
-    vocab_size: int,
-    max_model_len: int,
-    eos_token_ids: frozenset[int],
-    no_vision: str = "",
-    count_placeholders: CountPlaceholders = lambda token_ids, inputs: None,
-    largest_chunk: int = 2048,
-    sample: Request | None = None,
-) -> Request:
-    """Makes the scheduler's request. With `sample`, the request of another answer to the same prompt, the prompt is
-    neither copied nor checked again.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a loaded model takes.
 
     `max_model_len` bounds prompt and output together, in tokens; token ids must be less than `vocab_size`. `no_vision`
     says why the model takes no images ("" if it does). `count_placeholders` returns how many placeholders an image with
     these tokens and arrays has, or None if they do not fit the model. `largest_chunk` is the most prompt tokens that a
-    step computes. `max_tokens` is reduced to what the context has left, since agents ask for what hosted models allow.
+    step computes.
+    """
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    no_vision: str
+    count_placeholders: CountPlaceholders
+    largest_chunk: int
+
+
+def make_request(
+    generation: GenerationRequest, limits: ModelLimits, arrival_s: float, sample: Request | None = None
+) -> Request:
+    """Makes the scheduler's request. With `sample`, the request of another answer to the same prompt, the prompt is
+    neither copied nor checked again. `max_tokens` is reduced to what the context has left, since agents ask for what
+    hosted models allow.
 
     Raises `InvalidRequestError` or `ContextLengthError`; the message has the value and the limit, and says what to do.
     """
+    constraint = _guarded(generation, limits.eos_token_ids)
     if sample is not None:
-        constraint = _guarded(generation, eos_token_ids)
         return replace(sample, request_id=generation.request_id, sampling=generation.sampling, constraint=constraint)
     prompt, sampling = generation.prompt_token_ids, generation.sampling
-    limit, num_prompt = max_model_len, len(prompt)
+    limit, num_prompt, vocab_size = limits.max_model_len, len(prompt), limits.vocab_size
     if sampling.n > 1 or sampling.structured_outputs is not None:
         param = "n" if sampling.n > 1 else "structured_outputs"
         raise InvalidRequestError(f"{param} is not a request's own to an engine: use LLM or AsyncLLM.", param)
@@ -312,8 +317,8 @@ def make_request(
     check_ids("logit_bias", sampling.logit_bias, vocab_size)
     check_ids("allowed_token_ids", allowed, vocab_size)
     if generation.images:
-        _check_images(generation, model_name, no_vision, largest_chunk)
-        _check_arrays(generation, count_placeholders)
+        _check_images(generation, limits)
+        _check_arrays(generation, limits.count_placeholders)
     most_tokens = num_prompt if generation.pooling is not None else min(num_prompt + max_tokens, limit)
     return Request(
         generation.request_id,
@@ -322,22 +327,23 @@ def make_request(
         arrival_s=arrival_s,
         max_total_tokens=most_tokens,
         priority=generation.priority,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=limits.eos_token_ids,
         extra_keys=generation.extra_keys,
         adapter=generation.adapter,
         client=generation.client,
         tier=generation.tier or generation.priority.name.lower(),
-        constraint=_guarded(generation, eos_token_ids),
+        constraint=constraint,
         prediction_token_ids=_usable(generation.prediction_token_ids[: most_tokens - num_prompt], vocab_size),
         pooling=generation.pooling,
         images=generation.images,
     )
 
 
-def _check_images(generation: GenerationRequest, model_name: str, no_vision: str, largest_chunk: int) -> None:
+def _check_images(generation: GenerationRequest, limits: ModelLimits) -> None:
     """Images must be in order in the prompt, without overlap, and the model must take images and generate text."""
-    if no_vision:
-        raise InvalidRequestError(f"{model_name} takes no images: {no_vision}. Send text alone.", "images")
+    model_name, largest_chunk = limits.model_name, limits.largest_chunk
+    if limits.no_vision:
+        raise InvalidRequestError(f"{model_name} takes no images: {limits.no_vision}. Send text alone.", "images")
     if generation.pooling is not None:
         raise InvalidRequestError("Vectors and scores are made of text; send it without images.", "images")
     end = 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
+from mlx_server.engine.request_stream import GenerationRequest, ModelLimits, OutputText, RequestStream, make_request
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ServeError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestOutput, TokenLogprob
@@ -21,6 +21,15 @@ from tests.tiny_models import byte_tokenizer
 
 TOKENIZER = Tokenizer(byte_tokenizer())
 TEXT = "one two three"
+LIMITS = ModelLimits(
+    model_name="m",
+    vocab_size=100,
+    max_model_len=10,
+    eos_token_ids=frozenset({9}),
+    no_vision="",
+    count_placeholders=lambda token_ids, inputs: len(token_ids),
+    largest_chunk=4,
+)
 
 
 @dataclass(frozen=True)
@@ -157,9 +166,7 @@ def test_of_a_prediction_what_the_model_can_draw_is_kept(prediction: tuple[int, 
     generation = GenerationRequest(
         request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=8), prediction_token_ids=prediction
     )
-    request = make_request(
-        generation, arrival_s=0.0, model_name="m", vocab_size=100, max_model_len=64, eos_token_ids=frozenset()
-    )
+    request = make_request(generation, replace(LIMITS, max_model_len=64), 0.0)
     assert request.prediction_token_ids == kept
 
 
@@ -181,16 +188,7 @@ def made(num_prompt: int = 3, sampling: SamplingParams | None = None, *, vocab_s
         sampling=sampling or SamplingParams(max_tokens=4),
         **more,
     )
-    return make_request(
-        generation,
-        arrival_s=7.0,
-        model_name="m",
-        vocab_size=vocab_size,
-        max_model_len=10,
-        eos_token_ids=frozenset({9}),
-        largest_chunk=4,
-        **{"count_placeholders": lambda token_ids, inputs: len(token_ids), **about},
-    )
+    return make_request(generation, replace(LIMITS, vocab_size=vocab_size, **about), 7.0)
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,8 @@ class SeenBlock(NamedTuple):
     block: Block | None
 
 
-class _Either(Container[bytes]):
-    """Hashes of one layer group that are cached here or stored elsewhere."""
-
-    def __init__(self, here: Container[bytes], group: int, is_stored: Callable[[bytes, int], bool]) -> None:
-        self._here, self._group, self._is_stored = here, group, is_stored
-
-    def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._here or (isinstance(block_hash, bytes) and self._is_stored(block_hash, self._group))
+_Has = Callable[[bytes], bool]
+"""Whether the block with this hash, or the state at its end, is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +223,8 @@ class PrefixCache:
             no window: blocks 0 to 5 and 7 are cached, so the prefix is 0 to 5
             a window of 64 tokens: 4 and 5 must be cached, too; if 5 is not, 3 and 4 make a prefix of 5 blocks
         """
-        length = self._length(block_hashes[:max_blocks], self._groups, ends)
+        here = [blocks.__contains__ for blocks in self._groups]
+        length = self._length(block_hashes[:max_blocks], here, None if ends is None else ends.__contains__)
         groups = []
         for blocks, window in zip(self._groups, self._windows):
             first = first_seen(length * BLOCK_SIZE, window)
@@ -242,8 +237,12 @@ class PrefixCache:
     ) -> int:
         """The length of `longest_prefix` if blocks of layer groups and states (`STATES`) that `is_stored` elsewhere
         were cached here, too."""
-        groups = [_Either(blocks, group, is_stored) for group, blocks in enumerate(self._groups)]
-        return self._length(block_hashes, groups, None if ends is None else _Either(ends, STATES, is_stored))
+
+        def either(here: Container[bytes], group: int) -> _Has:
+            return lambda block_hash: block_hash in here or is_stored(block_hash, group)
+
+        groups = [either(blocks, group) for group, blocks in enumerate(self._groups)]
+        return self._length(block_hashes, groups, None if ends is None else either(ends, STATES))
 
     def seen(self, block_hashes: Sequence[bytes]) -> list[SeenBlock]:
         """The blocks of a prefix that the token after it attends to, group by group."""
@@ -301,35 +300,29 @@ class PrefixCache:
         del self._groups[block.layer_group][block.block_hash]
         block.block_hash, block.is_rounded = None, False
 
-    def _length(
-        self, block_hashes: Sequence[bytes], groups: Sequence[Container[bytes]], ends: Container[bytes] | None
-    ) -> int:
+    def _length(self, block_hashes: Sequence[bytes], groups: Sequence[_Has], is_end: _Has | None) -> int:
         """The last boundary before which groups without a window have all blocks, at which each window is complete, and
-        that is one of `ends`."""
+        that `is_end`."""
         length, before = len(block_hashes), -1
         for group in self._full:
-            blocks = groups[group]
-            for index in range(length):
-                if block_hashes[index] not in blocks:
-                    length = index
-                    break
+            has = groups[group]
+            length = next((index for index in range(length) if not has(block_hashes[index])), length)
         while length != before:
             before = length
             for group, num_seen in self._windowed:
                 length = _last_whole(groups[group], num_seen, block_hashes, length)
-            if ends is not None:
-                while length and block_hashes[length - 1] not in ends:
-                    length -= 1
+            while is_end is not None and length and not is_end(block_hashes[length - 1]):
+                length -= 1
         return length
 
 
-def _last_whole(blocks: Container[bytes], num_seen: int, block_hashes: Sequence[bytes], length: int) -> int:
+def _last_whole(has: _Has, num_seen: int, block_hashes: Sequence[bytes], length: int) -> int:
     """The last boundary up to `length` whose `num_seen` blocks before it (or all, if there are fewer) are cached."""
     num_cached = 0
     for index in range(length - 1, -1, -1):
         if num_cached == num_seen:
             break
         num_cached += 1
-        if block_hashes[index] not in blocks:
+        if not has(block_hashes[index]):
             length, num_cached = index, 0
     return length
