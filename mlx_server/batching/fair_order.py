@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from mlx_server.request import Request
 
@@ -52,6 +53,17 @@ class OrderedRequests:
         assert self._entries == sorted(self._entry_of.values()), "a list of requests is out of order"
 
 
+@dataclass(slots=True)
+class Client:
+    """One client of a tier: its level, how many requests it has that wait or run, and those of them that wait in order,
+    by age and by work. Parked ones wait, but are not in order."""
+
+    level: int = 0
+    num_open: int = 0
+    by_age: OrderedRequests = field(default_factory=OrderedRequests)
+    by_work: OrderedRequests = field(default_factory=OrderedRequests)
+
+
 class FairOrder:
     """The waiting requests of one tier, in the order in which its clients share it (the Virtual Token Counter of Sheng
     et al., "Fairness in Serving Large Language Models", OSDI 2024).
@@ -74,16 +86,10 @@ class FairOrder:
     """
 
     def __init__(self) -> None:
-        self._by_age: dict[str, OrderedRequests] = {}  # by client
-        self._num_waiting: Counter[str] = Counter()  # of each client, parked requests included
+        self.clients: dict[str, Client] = {}  # those with requests, and some that have left
         self._counted: dict[Request, int] = {}  # tokens of each running request when it was counted last
-        self._levels: dict[str, int] = {}  # of clients with requests, and of some that have left
         self._heads: list[Request] | None = None  # the results of `heads` and `first`, until they may change
         self._first: Request | None = None
-
-    def by_client(self) -> Iterator[OrderedRequests]:
-        """The requests in order of each client, the oldest first."""
-        return iter(self._by_age.values())
 
     def first(self) -> Request | None:
         """The request to serve next. It stays."""
@@ -94,45 +100,55 @@ class FairOrder:
     def heads(self) -> list[Request]:
         """The oldest request in order of each client."""
         if self._heads is None:
-            self._heads = [request for same in self._by_age.values() if (request := same.first()) is not None]
+            in_order = [client.by_age for client in self.clients.values() if client.by_age]
+            self._heads = [request for by_age in in_order if (request := by_age.first()) is not None]
         return self._heads
+
+    def shortest(self, client: str) -> Request | None:
+        """The client's request with the least work, of those in order."""
+        return self.clients[client].by_work.first() if client in self.clients else None
 
     def turn(self, request: Request) -> tuple[int, float]:
         """The order of requests: by their clients' levels (0 if one has left), then by age."""
-        return self._levels.get(request.client, 0), request.arrival_s
+        client = self.clients.get(request.client)
+        return 0 if client is None else client.level, request.arrival_s
 
     # --- waiting --------------------------------------------------------------------------------------------
 
-    def begin_to_wait(self, request: Request) -> None:
-        """A request waits from now on, after a `push`."""
-        self._num_waiting[request.client] += 1
-
-    def end_to_wait(self, request: Request) -> None:
-        """A request has left the queue, after a `remove`."""
-        self._num_waiting[request.client] -= 1
-        if not self._num_waiting[request.client]:
-            del self._num_waiting[request.client]
-
-    def push(self, request: Request, key: float) -> None:
+    def push(self, request: Request, key: float, work: int) -> None:
         """Puts a waiting request in order. Of one client's, the one with the smallest key comes first."""
-        if request.client not in self._by_age:
-            self._lift(request.client)
-            self._by_age[request.client] = OrderedRequests()
-        self._by_age[request.client].push(request, key)
+        client = self.clients.get(request.client)
+        if client is None or not client.by_age:
+            client = self._lift(request.client)
+        client.by_age.push(request, key)
+        client.by_work.push(request, work)
         self._heads = self._first = None
 
     def remove(self, request: Request) -> None:
         """Takes a waiting request out of the order: it is parked, or will not wait any more."""
-        of_client = self._by_age[request.client]
-        of_client.remove(request)
+        self.clients[request.client].by_age.remove(request)
+        self.clients[request.client].by_work.remove(request)
         self._heads = self._first = None
-        if not of_client:
-            del self._by_age[request.client]
+
+    def set_work(self, request: Request, work: int) -> None:
+        """The work of a request in order has changed."""
+        by_work = self.clients[request.client].by_work
+        by_work.remove(request)
+        by_work.push(request, work)
+
+    def begin_to_wait(self, request: Request) -> None:
+        """A request waits from now on, after a `push`."""
+        self.clients[request.client].num_open += 1
+
+    def end_to_wait(self, request: Request) -> None:
+        """A request has left the queue, after a `remove`."""
+        self.clients[request.client].num_open -= 1
 
     # --- running --------------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
         """A request that has waited runs: what is computed for it from now on counts."""
+        self.clients[request.client].num_open += 1
         self._counted[request] = _num_tokens(request)
 
     def stop(self, request: Request) -> None:
@@ -140,16 +156,17 @@ class FairOrder:
         if request in self._counted:
             self.count(request)
             del self._counted[request]
+            self.clients[request.client].num_open -= 1
 
     @property
     def is_shared(self) -> bool:
         """Whether there is more than one client, so that levels matter."""
-        return len(self._levels) > 1
+        return len(self.clients) > 1
 
     def count(self, request: Request, num_more: int = 0) -> None:
         """Counts what was computed for a running request, and `num_more` prompt tokens that the next step computes."""
         num_tokens = _num_tokens(request, num_more)
-        self._levels[request.client] += num_tokens - self._counted[request]
+        self.clients[request.client].level += num_tokens - self._counted[request]
         self._counted[request] = num_tokens
         self._first = None
 
@@ -157,27 +174,28 @@ class FairOrder:
         """Counts for all running requests, and forgets clients without requests that have had no more than others."""
         for request in self._counted:
             self.count(request)
-        active, levels = self._active(), self._levels
-        least = min([levels[client] for client in active], default=math.inf)
-        self._levels = {client: level for client, level in levels.items() if client in active or level > least}
+        clients = self.clients
+        least = min([client.level for client in clients.values() if client.num_open], default=math.inf)
+        self.clients = {name: one for name, one in clients.items() if one.num_open or one.level > least}
 
-    def _lift(self, client: str) -> None:
-        if self._levels.keys() - {client}:
+    def _lift(self, name: str) -> Client:
+        """The client, which has no request in order yet."""
+        if self.clients.keys() - {name}:
             self.settle()
-        levels = [self._levels[other] for other in self._by_age]
-        floor = min(levels) if levels else max([self._levels[other] for other in self._active()], default=0)
-        self._levels[client] = max(self._levels.get(client, 0), floor)
-
-    def _active(self) -> set[str]:
-        return {request.client for request in self._counted}.union(self._num_waiting)
+        client = self.clients.setdefault(name, Client())
+        levels = [other.level for other in self.clients.values() if other.by_age]
+        most = max([other.level for other in self.clients.values() if other.num_open], default=0)
+        client.level = max(client.level, min(levels, default=most))
+        return client
 
     def check_integrity(self) -> None:
-        """Asserts that each client with requests has a level, that its requests are in order, and whose turn it is."""
-        for client, of_client in self._by_age.items():
-            of_client.check_integrity()
-            assert 0 < len(of_client) <= self._num_waiting[client], "a client's count of waiting requests is wrong"
-        assert all(count > 0 for count in self._num_waiting.values()), "a client without requests is kept"
-        assert self._active() <= self._levels.keys(), "a client has no level"
+        """Asserts that each client's requests are in both orders, the number of its requests, and whose turn it is."""
+        for client in self.clients.values():
+            client.by_age.check_integrity()
+            client.by_work.check_integrity()
+            assert set(client.by_age) == set(client.by_work), "the two orders hold different requests"
+            assert len(client.by_age) <= client.num_open, "a client's count of requests is wrong"
+        assert all(self.clients[request.client].num_open for request in self._counted), "who runs is not counted"
         first, self._heads, self._first = self._first, None, None
         assert first is None or first is self.first(), "it is another request's turn"
 

@@ -45,8 +45,7 @@ class PriorityQueueWithAging:
         self._aging_rate = aging_rate
         self._blocks = blocks
         self._deduplicates = deduplicates
-        self._by_turn: defaultdict[int, FairOrder] = defaultdict(FairOrder)
-        self._by_work: defaultdict[tuple[int, str], OrderedRequests] = defaultdict(OrderedRequests)  # tier and client
+        self._tiers: defaultdict[int, FairOrder] = defaultdict(FairOrder)
         self._num_cached: dict[str, int] = {}  # cached blocks of each waiting request at the last look
         self._owners: dict[bytes, Request] = {}  # the running request that computes a block, by its hash
         self._owned: dict[Request, deque[tuple[int, bytes]]] = {}  # by owner: index in its prompt and hash
@@ -60,8 +59,7 @@ class PriorityQueueWithAging:
 
     def __iter__(self) -> Iterator[Request]:
         """By effective priority, parked requests last. The queue must not change during the iteration."""
-        clients = chain.from_iterable(tier.by_client() for tier in self._by_turn.values())
-        by_age = heapq.merge(*clients, key=self.age)
+        by_age = heapq.merge(*self._in_order(), key=self.age)
         return chain(by_age, *[parked.values() for parked in self._parked.values()])
 
     @property
@@ -74,12 +72,12 @@ class PriorityQueueWithAging:
         assert request.request_id not in self._num_cached, f"{request} waits already"
         self._num_cached[request.request_id] = 0
         self._enter(request)
-        self._by_turn[request.priority].begin_to_wait(request)
+        self._tiers[request.priority].begin_to_wait(request)
 
     def remove(self, request: Request) -> None:
         """Removes a request that starts or has ended."""
         self._leave(request)
-        self._by_turn[request.priority].end_to_wait(request)
+        self._tiers[request.priority].end_to_wait(request)
         del self._num_cached[request.request_id]
         self._parked_since.pop(request.request_id, None)
 
@@ -95,11 +93,11 @@ class PriorityQueueWithAging:
 
     def turn(self, request: Request) -> tuple[int, int, float]:
         """The order of waiting and running requests: by tier, then by what their clients have had, then by age."""
-        return request.priority, *self._by_turn[request.priority].turn(request)
+        return request.priority, *self._tiers[request.priority].turn(request)
 
     def oldest_age(self, priority: int) -> tuple[float, float]:
         """The `age` of a tier's oldest request that is not parked; there must be one."""
-        return min(map(self.age, self._by_turn[priority].heads()))
+        return min(map(self.age, self._tiers[priority].heads()))
 
     def effective_priority(self, request: Request, now: float) -> float:
         """The priority less what the request has gained by waiting until `now`."""
@@ -116,7 +114,7 @@ class PriorityQueueWithAging:
         """The first request of each tier, the best tier first. Found once a step, and again after each change of the
         queue."""
         if self._heads is None:
-            first = [self._find_first(self._by_turn[priority]) for priority in sorted(self._by_turn)]
+            first = [self._find_first(self._tiers[priority]) for priority in sorted(self._tiers)]
             self._heads = [request for request in first if request is not None]
         return self._heads
 
@@ -127,11 +125,10 @@ class PriorityQueueWithAging:
     def shortest(self, first: Request) -> Request | None:
         """The request with the least work of the tier and client of `first`, the older one among equals; None if all
         are parked."""
-        while (by_work := self._by_work.get((first.priority, first.client))) is not None:
-            request = by_work.first()
-            if request is None or not (self._park(request) or self._update(request)):
-                return request
-        return None
+        tier = self._tiers[first.priority]
+        while (request := tier.shortest(first.client)) is not None and (self._park(request) or self._update(request)):
+            pass
+        return request
 
     def parked_for(self, request: Request) -> str | None:
         """The id of the request for whose prefix a parked request waits; None if it is not parked."""
@@ -156,7 +153,7 @@ class PriorityQueueWithAging:
         not deduplicate."""
         self._heads = None
         if not is_load:
-            tier = self._by_turn[request.priority]
+            tier = self._tiers[request.priority]
             others = [self.key(other) for other in tier.heads() if other.client != request.client]
             request.urgent_key = min([self.key(request), *others])
             tier.start(request)
@@ -181,7 +178,7 @@ class PriorityQueueWithAging:
 
     def stop(self, request: Request) -> None:
         """A running request has left, or a load has ended: the requests parked for it may start."""
-        self._by_turn[request.priority].stop(request)
+        self._tiers[request.priority].stop(request)
         for _, block_hash in self._owned.pop(request, ()):
             self._release(block_hash)
 
@@ -192,7 +189,7 @@ class PriorityQueueWithAging:
         if not self._num_cached:
             return
         self._heads = None
-        for tier in self._by_turn.values():
+        for tier in self._tiers.values():
             if tier.is_shared:
                 tier.settle()
         if now - next(iter(self._parked_since.values()), now) >= MAX_PREFIX_WAIT_S:  # of the one parked first
@@ -203,21 +200,16 @@ class PriorityQueueWithAging:
 
     def give(self, request: Request, num_tokens: int) -> None:
         """The step being composed computes this many prompt tokens of a running request."""
-        tier = self._by_turn[request.priority]
+        tier = self._tiers[request.priority]
         if tier.is_shared:
             self._heads = None
             tier.count(request, num_tokens)
 
     def check_integrity(self) -> None:
-        """Asserts that each waiting request is in both orders, or parked for a block that has an owner."""
-        for turns in self._by_turn.values():
-            turns.check_integrity()
-        for work in self._by_work.values():
-            work.check_integrity()
-        clients = [of_client for tier in self._by_turn.values() for of_client in tier.by_client()]
-        ready = {request.request_id for of_client in clients for request in of_client}
-        by_work = [request.request_id for of_client in self._by_work.values() for request in of_client]
-        assert sorted(by_work) == sorted(ready), "the two orders hold different requests"
+        """Asserts that each waiting request is in order, or parked for a block that has an owner."""
+        for tier in self._tiers.values():
+            tier.check_integrity()
+        ready = {request.request_id for by_age in self._in_order() for request in by_age}
         assert ready | set(self._parked_at) == set(self._num_cached), "a waiting request is in no order and not parked"
         assert not ready & set(self._parked_at), "a parked request may start"
         parked = {name: block_hash for block_hash, names in self._parked.items() for name in names}
@@ -230,28 +222,21 @@ class PriorityQueueWithAging:
             pass
         return request
 
+    def _in_order(self) -> list[OrderedRequests]:
+        """The requests of each client that are not parked, by age."""
+        return [client.by_age for tier in self._tiers.values() for client in tier.clients.values()]
+
     def _enter(self, request: Request) -> None:
         self._heads = None
-        self._by_turn[request.priority].push(request, self.key(request))
-        self._enter_by_work(request)
-
-    def _enter_by_work(self, request: Request) -> None:
         work = self.work(request)
         self._num_cached[request.request_id] = (request.num_tokens - work) // BLOCK_SIZE
-        self._by_work[request.priority, request.client].push(request, work)
-
-    def _leave_by_work(self, request: Request) -> None:
-        by_work = self._by_work[request.priority, request.client]
-        by_work.remove(request)
-        if not by_work:
-            del self._by_work[request.priority, request.client]
+        self._tiers[request.priority].push(request, self.key(request), work)
 
     def _leave(self, request: Request) -> None:
         self._heads = None
         block_hash = self._parked_at.pop(request.request_id, None)
         if block_hash is None:
-            self._by_turn[request.priority].remove(request)
-            self._leave_by_work(request)
+            self._tiers[request.priority].remove(request)
             return
         del self._parked[block_hash][request.request_id]
         if not self._parked[block_hash]:
@@ -259,10 +244,12 @@ class PriorityQueueWithAging:
 
     def _update(self, request: Request) -> bool:
         """Moves a request whose work has changed since the last look to its new place; whether it has changed."""
-        if self.work(request) == request.num_tokens - self._num_cached[request.request_id] * BLOCK_SIZE:
+        work = self.work(request)
+        num_cached = (request.num_tokens - work) // BLOCK_SIZE
+        if num_cached == self._num_cached[request.request_id]:
             return False
-        self._leave_by_work(request)
-        self._enter_by_work(request)
+        self._num_cached[request.request_id] = num_cached
+        self._tiers[request.priority].set_work(request, work)
         return True
 
     def _park(self, request: Request) -> bool:

@@ -101,7 +101,7 @@ def test_without_another_client_nothing_is_counted() -> None:
     for _ in range(30):
         device.step()
     assert device.started == sorted(device.started, key=lambda name: device.requests[name].arrival_s)
-    order = device.scheduler._table.waiting._by_turn[Priority.NORMAL]
+    order = device.scheduler._table.waiting._tiers[Priority.NORMAL]
     assert not order.is_shared
 
 
@@ -109,12 +109,12 @@ def test_the_example_of_the_docstring() -> None:
     order, stream = FairOrder(), make_request("stream", 8, 100, client="A")
     requests = [make_request(f"a{index}", 200, 100, arrival_s=index, client="A") for index in range(9)]
     requests += [make_request(f"b{index}", 300, 100, arrival_s=50 + index, client="B") for index in range(2)]
-    order.push(stream, 0.0)
+    order.push(stream, 0.0, 8)
     order.remove(stream)
     order.start(stream)
     stream.num_computed_tokens = 50_000
     for request in requests:
-        order.push(request, request.arrival_s)
+        order.push(request, request.arrival_s, request.num_tokens)
         order.begin_to_wait(request)
     stream.num_computed_tokens += 10
     order.settle()
@@ -249,7 +249,7 @@ def test_a_client_without_requests_is_forgotten() -> None:
         device.run_until_first_token(device.add(f"client {index}", 40, 1))
     device.add("A", 40, 1)
     device.step()
-    assert len(device.scheduler._table.waiting._by_turn[Priority.NORMAL]._levels) <= 2
+    assert len(device.scheduler._table.waiting._tiers[Priority.NORMAL].clients) <= 2
 
 
 def test_in_a_worse_tier_clients_share_what_age_gives_it() -> None:
@@ -341,11 +341,11 @@ def test_a_preempted_request_is_not_counted_twice() -> None:
     for _ in range(1500):
         device.step()
     assert device.scheduler.counters.num_tokens_recomputed > 0
-    order, tokens = device.scheduler._table.waiting._by_turn[Priority.NORMAL], Counter[str]()
+    order, tokens = device.scheduler._table.waiting._tiers[Priority.NORMAL], Counter[str]()
     order.settle()
     for request in device.requests.values():
         tokens[request.client] += request.num_ever_computed + request.num_output_tokens
-    assert tokens == order._levels
+    assert tokens == {name: client.level for name, client in order.clients.items()}
     assert tokens["A"] == pytest.approx(tokens["B"], abs=4 * (150 + 2 * 600)), "about four run at a time"
 
 

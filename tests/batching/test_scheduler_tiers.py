@@ -324,7 +324,7 @@ def test_nobody_loses_its_seat_for_a_client_whose_turn_it_is_not() -> None:
     world.add(make_request("long", 4000, 5, priority=Priority.HIGH, client="A", arrival_s=world.now))
     world.step()
     world.add(make_request("short", 100, 5, priority=Priority.HIGH, client="B", arrival_s=world.now))
-    world.scheduler._table.waiting._by_turn[Priority.HIGH]._levels["B"] += 2000
+    world.scheduler._table.waiting._tiers[Priority.HIGH].clients["B"].level += 2000
     for _ in range(4):
         assert "short" not in chunks(world.step())
         assert world.scheduler.counters.num_preemptions == 0
