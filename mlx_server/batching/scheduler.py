@@ -277,11 +277,6 @@ class ContinuousBatchingScheduler:
         starved, self._table.starved = self._table.starved, []
         return starved
 
-    @property
-    def is_starving(self) -> bool:
-        """Whether nothing can be computed for lack of memory. Each `schedule` tries again."""
-        return self._table.starving_since is not None
-
     def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
         """Appends a request's tokens of a step: its accepted drafts and the token after them."""
         output_token_ids = request.output_token_ids

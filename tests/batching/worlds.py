@@ -182,6 +182,11 @@ def make_scheduler(
     return scheduler
 
 
+def is_starving(scheduler: ContinuousBatchingScheduler) -> bool:
+    """Whether nothing can be computed for lack of memory."""
+    return scheduler._table.starving_since is not None
+
+
 def waiting(scheduler: ContinuousBatchingScheduler) -> list[Request]:
     return [request for request in scheduler.in_order() if request.status is RequestStatus.WAITING]
 
@@ -578,7 +583,7 @@ class World:
             assert self.store is not None
             self.store.arrive()
         elif self.runner.num_submitted == 0:
-            is_stuck = self.has_requests and len(self.reasons) == num_ended and not self.scheduler.is_starving
+            is_stuck = self.has_requests and len(self.reasons) == num_ended and not is_starving(self.scheduler)
             is_stuck &= self.scheduler.speculation is None or not self.scheduler.speculation.changes_pool
             assert not is_stuck, "nothing can run and nothing is awaited"
         elif output is None or self.runner.num_submitted >= self.depth:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -40,8 +39,7 @@ class PagedLayerCache(AttendsItself):
         """`is_chunked`: the module has its own mask, which attends within chunks of the context."""
         self.window = window
         self.is_chunked = is_chunked
-        self.spec = spec
-        self._is_warm = False
+        self._warm_for: LayerSpec | None = None
         self.pool = LayerPool(spec)
         self.place = 0
         self._seat = 0
@@ -53,15 +51,15 @@ class PagedLayerCache(AttendsItself):
         self.values: mx.array | None = None
         self._is_written = False
 
+    @property
+    def spec(self) -> LayerSpec:
+        return self.pool.specs[self._seat]
+
     def join(self, place: int, pool: LayerPool, kept_window: int | None) -> None:
         """Makes the layer store its K/V in `pool`, which it shares with layers of other places; each place has its own
         plan. At most `kept_window` tokens of a context are kept."""
+        self._seat = pool.specs.index(self.spec)
         self.place, self.pool, self._kept_window = place, pool, kept_window
-        self._seat = pool.seat_of(self.spec)
-
-    def quantize(self, bits: KvBits | None) -> None:
-        """As `PagedKVCache.quantize`, for this layer."""
-        self.spec, self._is_warm = replace(self.spec, bits=bits), False
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask | None:
         """The backend masks causally. Only a window is passed on; it comes back in `attend`, or for a group."""
@@ -101,11 +99,12 @@ class PagedLayerCache(AttendsItself):
         if self._kept_window is not None and (window is None or window > self._kept_window):
             raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
-        if not self._is_warm:
-            exhaust(pool.backend.warm_up(self.spec, queries.shape[1], sinks=sinks))
-            self._is_warm = True
+        spec = self.spec
+        if self._warm_for is not spec:
+            exhaust(pool.backend.warm_up(spec, queries.shape[1], sinks=sinks))
+            self._warm_for = spec
         keys = None if is_written else self.keys
-        if self.spec.bits is not None:
+        if spec.bits is not None:
             queries, keys = rotate(queries), None if keys is None else rotate(keys)
         return pool.backend.attend(
             pool.contents[self._seat],
@@ -296,8 +295,6 @@ class PagedKVCache:
         whole = [layer.pool for layer in self.index_keys]
         for pool in self.pools:
             pool.quantize(None if pool in whole else bits)
-        for layer in self.paged:
-            layer.quantize(layer.pool.spec.bits)
 
     @property
     def block_bytes(self) -> int:

@@ -30,8 +30,8 @@ _MAX_PARTS = 8
 class LayerPool:
     """One pool of blocks and the backend that attends over it. MLX thread only.
 
-    A block has the shape of the layer `spec`. Layers with smaller K/V see each block as several blocks of their own
-    shape. `contents[seat_of(spec)]` is the pool for layers of this shape, in the backend's form.
+    A block has the shape of the layer `spec`, the first of `specs`. Layers with smaller K/V see each block as several
+    blocks of their own shape. `contents[i]` is the pool for layers like `specs[i]`, in the backend's form.
 
     `is_viewed` is set once a layer's own code reads its K/V (`rows`) instead of letting the backend attend over them.
     Then the pool is a `RowPool`. `needs_synchronous_steps` is as for `PagedKVCache`, from the first allocation on.
@@ -41,20 +41,17 @@ class LayerPool:
         """`seen_as` are the specs of the layers that share the pool."""
         self.contents: list[Any] = []
         self.is_viewed = self.needs_synchronous_steps = False
-        self._specs = list(dict.fromkeys([spec, *seen_as]))
+        self.specs = list(dict.fromkeys([spec, *seen_as]))
         self._num_blocks = 0
         self.backend: AttentionBackend  # from the first allocation on
 
     @property
     def spec(self) -> LayerSpec:
-        return self._specs[0]
-
-    def seat_of(self, spec: LayerSpec) -> int:
-        return self._specs.index(spec)
+        return self.specs[0]
 
     def quantize(self, bits: KvBits | None) -> None:
         """From the next allocation on, K/V are stored in `bits`, or unquantised for None."""
-        self._specs = [replace(spec, bits=bits) for spec in self._specs]
+        self.specs = [replace(spec, bits=bits) for spec in self.specs]
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
         """Allocates the blocks, which may grow to `max_blocks`."""
@@ -84,7 +81,7 @@ class LayerPool:
         sides = (content.keys, content.values) if self.is_viewed else ()
         self.needs_synchronous_steps = any(side.needs_synchronous_steps for side in sides)
         views = [
-            self.backend.view_pool(content, spec, self.spec.block_bytes // spec.block_bytes) for spec in self._specs[1:]
+            self.backend.view_pool(content, spec, self.spec.block_bytes // spec.block_bytes) for spec in self.specs[1:]
         ]
         self.contents = [content, *views]
 

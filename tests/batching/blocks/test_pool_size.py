@@ -12,7 +12,7 @@ from mlx_server.batching.blocks.block_pool import plan_compaction
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import BlockMove, PoolChange
 from mlx_server.request import FinishReason, Priority
-from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, make_world, prompt
+from tests.batching.worlds import ScriptedSupply, World, is_starving, make_request, make_scheduler, make_world, prompt
 
 # --- the plan ---------------------------------------------------------------------------------------------------
 
@@ -221,11 +221,11 @@ def test_memory_that_comes_back_in_time_is_used():
     world.add(make_request("runs", 100, 100), make_request("waits", 200, 4, arrival_s=1.0))
     while world.now < 9.0:
         world.step()
-    assert world.scheduler.is_starving
+    assert is_starving(world.scheduler)
     assert world.running_ids() == ["runs"]
     supply.is_open = True
     world.finish()
-    assert not world.scheduler.is_starving
+    assert not is_starving(world.scheduler)
     world.check_tokens()
     assert set(world.reasons.values()) == {FinishReason.LENGTH}
 
@@ -238,10 +238,10 @@ def test_the_next_one_who_starves_has_all_of_its_time():
         start_s = world.now
         while world.now < start_s + 9.0:
             world.step()
-        assert world.scheduler.is_starving
+        assert is_starving(world.scheduler)
         assert world.scheduler.finish_request(name)
         world.schedule()
-        assert not world.scheduler.is_starving
+        assert not is_starving(world.scheduler)
     assert world.reasons == {}
 
 

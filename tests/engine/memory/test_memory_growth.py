@@ -31,6 +31,7 @@ from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.memory import MemoryReading, bounded_memory, read_memory, resident_memory
 from mlx_server.runtime.models.loader import LoadedModel
 from tests.architectures import config_of
+from tests.batching.worlds import is_starving
 from tests.conformance import Subject
 from tests.device_memory import active_bytes, held_bytes
 from tests.engine_worlds import (
@@ -203,7 +204,7 @@ async def test_one_who_cannot_grow_waits_for_memory(thread):
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
         assert engine.stats().num_generated_tokens == 7, "up to the last slot of 256"
-        assert engine.scheduler.is_starving
+        assert is_starving(engine.scheduler)
         machine.used = 0.5
         watch.sample()
         assert await tokens_of(stream) == wanted

@@ -188,7 +188,7 @@ def attend_all(backend: Any, bits: KvBits | None, *, is_shared: bool) -> list[np
             step = step_of(chunks, num_decodes)
             plan = Place(0, part, num_parts).plan([step]) if is_shared else step
             queries, keys, values = step_rows(10 * index + layer, spec, NUM_HEADS, step.num_tokens)
-            content = pool.contents[pool.seat_of(spec)]
+            content = pool.contents[pool.specs.index(spec)]
             out = backend.attend(content, queries, keys, values, backend.plan(plan), scale=0.2, window=24)
             mx.eval(out, *backend.state(pool.contents[0]))
             outs.append(np.array(out))
