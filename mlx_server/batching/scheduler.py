@@ -202,6 +202,8 @@ class ContinuousBatchingScheduler:
         """Composes the next step and books its effects on blocks and progress. None if nothing can run now, because
         there are no requests or all of them wait for memory or for a submitted step's result. A step without requests
         only changes the pools or copies blocks, or runs a draft model."""
+        if self._draft_room is not None and self._draft_room.waits():
+            return None
         if self._draft_room is not None and (draft_steps := self._draft_room.compose_burst()):
             step = Step()
             step.output, step.waits_to_draft = SchedulerOutput(-1, (), draft_steps=draft_steps), True
@@ -262,11 +264,6 @@ class ContinuousBatchingScheduler:
         if not self._launch_s:
             return began_s + _LATE_SHARE * expected_s - _LATE_MARGIN_S
         return began_s + min(self._early_share, _LATE_SHARE) * expected_s - _BESIDE_MARGIN_S - self._launch_s
-
-    @property
-    def waits_to_draft(self) -> bool:
-        """Whether the next step should not be composed before the result of the submitted one is known."""
-        return self._draft_room is not None and self._draft_room.waits()
 
     def explain(self, request: Request) -> str:
         """Why the last composed step gives no more tokens to a request that has no output yet."""
@@ -378,9 +375,7 @@ class ContinuousBatchingScheduler:
         try:
             while not self._is_stopping:
                 now = clock()
-                if self.waits_to_draft:
-                    is_result_here = True
-                elif len(results) == 1 and (pause_s := self.next_schedule_s(began_s) - now) > 0:
+                if len(results) == 1 and (pause_s := self.next_schedule_s(began_s) - now) > 0:
                     is_result_here = bool((await asyncio.wait(results, timeout=pause_s))[0])
                 else:
                     output = self._schedule_next(now, deliver)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable, Step, needs_no_result
@@ -82,7 +80,6 @@ class StepComposer:
         """
         running = self._table.running
         drafts = {} if self._draft_room is None else self._draft_room.choose()
-        drafted = set(chain.from_iterable(other.drafts for other in self._table.submitted))
         num_taken = sum([own.num_known - 1 + len(own.token_ids) for own in drafts.values()])
         spare = self._limits.max_num_batched_tokens - len(running) - num_taken
         most = min(BLOCK_SIZE, self._limits.max_chunk_tokens or BLOCK_SIZE)
@@ -92,7 +89,7 @@ class StepComposer:
                 continue
             start = request.num_computed_tokens
             if request.num_in_flight:
-                if not needs_no_result(request) or request.request_id in drafted:
+                if not needs_no_result(request):
                     continue
                 num_tokens, own_drafts = 1, NO_DRAFTS
             else:

@@ -181,7 +181,6 @@ class _SteadyState:
 
     def _schedule(self) -> SchedulerOutput | None:
         """Schedules the next step, before the result of the one before is known."""
-        assert not self._scheduler.waits_to_draft, "nothing is found, so nothing is waited for"
         return self._scheduler.schedule(self._now)
 
     def _token(self) -> SampledToken:

@@ -431,7 +431,7 @@ def test_under_pressure_it_holds_nothing_and_gives_its_blocks_back() -> None:
     world.scheduler._wake.clear()
     assert world.model.shrink(60) == 60
     assert world.scheduler._wake.is_set(), "an idle loop changes no pool"
-    assert world.scheduler.waits_to_draft, "a busy loop changes no pool"
+    assert world.scheduler._draft_room.waits(), "a busy loop changes no pool"
     world.finish()
     world.check_tokens()
     (change,) = world.runner.bursts[num_bursts:]
@@ -459,7 +459,7 @@ def test_no_step_waits_for_drafts_that_cannot_come(settings: dict[str, int]) -> 
     world.add(request)
     for _ in range(5):
         world.schedule()
-        assert not world.scheduler.waits_to_draft
+        assert not world.scheduler._draft_room.waits()
         world.deliver()
     assert world.model.choose({request: 4}, 4, StepRoom(1, world.speculation.costs)).depth > 0
     world.finish()
@@ -475,8 +475,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again(is_ahead: bool, fault: s
     def step() -> None:
         """As the loop does it, which composes a step while one runs."""
         num_submitted = world.runner.num_submitted
-        is_full = num_submitted > is_ahead or (num_submitted > 0 and world.scheduler.waits_to_draft)
-        if is_full or world.schedule() is None:
+        if num_submitted > is_ahead or world.schedule() is None:
             world.deliver()
 
     world.add(make_request("r", 8, max_tokens=2500))

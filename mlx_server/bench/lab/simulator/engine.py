@@ -251,8 +251,6 @@ class Simulation:
 
     def _due_s(self) -> float:
         """When the next step may be composed; not after the current time if it may be composed now."""
-        if self.scheduler.waits_to_draft:
-            return math.inf
         return self.scheduler.next_schedule_s(self._began_s) if self._submitted else self._now
 
     def _advance_disk(self) -> None:
