@@ -41,7 +41,7 @@ class PriorityQueueWithAging:
 
     def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
         assert aging_rate >= 0.0
-        self.now = 0.0  # when the step that is composed began
+        self.now = 0.0  # of the step that is composed; set by the composer
         self._aging_rate = aging_rate
         self._blocks = blocks
         self._deduplicates = deduplicates
@@ -182,17 +182,15 @@ class PriorityQueueWithAging:
         for _, block_hash in self._owned.pop(request, ()):
             self._release(block_hash)
 
-    def begin_step(self, now: float) -> None:
-        """A step is composed at `now`: brings the turns up to date with what was computed since the last one, and
-        unparks requests that have waited too long for a prefix."""
-        self.now = now
-        if not self._num_cached:
-            return
+    def begin_step(self) -> None:
+        """A step is composed while requests wait: brings the turns up to date with what was computed since the last
+        one, and unparks requests that have waited too long for a prefix."""
         self._heads = None
         for tier in self._tiers.values():
             if tier.is_shared:
                 tier.settle()
-        if now - next(iter(self._parked_since.values()), now) >= MAX_PREFIX_WAIT_S:  # of the one parked first
+        first_s = next(iter(self._parked_since.values()), self.now)  # of the one parked first
+        if self.now - first_s >= MAX_PREFIX_WAIT_S:
             parked = chain.from_iterable(same.values() for same in self._parked.values())
             for request in [request for request in parked if self._is_over(request)]:
                 self._leave(request)

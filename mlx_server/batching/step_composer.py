@@ -35,8 +35,9 @@ class StepComposer:
         """Composes the next step and books its effects on blocks and progress. The step is empty if nothing can run
         now."""
         table, step = self._table, Step()
-        self._last, disk = step, table.disk
-        table.waiting.begin_step(now)
+        self._last, table.waiting.now, disk = step, now, table.disk
+        if table.has_waiting:
+            table.waiting.begin_step()
         if disk is not None:
             disk.advance(is_busy=bool(table.running))
         if table.has_waiting:
