@@ -18,8 +18,8 @@ from mlx_server.request import Request
 
 
 class Burst(NamedTuple):
-    """How many tokens a draft model should draft, and for whom. `saved_s` is how many seconds sooner
-    a stream then gets a token."""
+    """How many tokens a draft model should draft, and for whom. `saved_s` is how many seconds sooner a stream then gets
+    a token."""
 
     depth: int
     request_ids: frozenset[str]
