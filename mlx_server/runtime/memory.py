@@ -223,14 +223,14 @@ def kept_slots(slot_bytes: int, num_slots: int, free_bytes: int, *, drafts: bool
 def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful_blocks: int, free_bytes: int) -> int:
     """The blocks, of 32 tokens in all layers, that the pool may grow to: `num_blocks` if given, otherwise what fits
     into `setting` bytes (`auto`: 90 % of the memory that is free beside the model, 25 % on a CPU), at most
-    `useful_blocks`.
+    `useful_blocks` or the minimum.
 
     Raises `InsufficientMemoryError` with the numbers for a pool that does not fit or has too few tokens.
     """
     if num_blocks is None:
         auto = int(free_bytes * (_CPU_SHARE if mx.default_device() == mx.cpu else _GPU_SHARE))
         wanted = auto if setting == "auto" else parse_size(setting)
-        num_blocks = min(wanted // block_bytes, useful_blocks)
+        num_blocks = min(wanted // block_bytes, max(useful_blocks, MIN_BLOCKS))
     if num_blocks * block_bytes > free_bytes:
         raise InsufficientMemoryError(
             f"A KV pool of {num_blocks * block_bytes / 2**20:.0f} MiB does not fit: "

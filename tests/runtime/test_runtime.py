@@ -381,6 +381,7 @@ def test_the_reference_passes_with_every_type(dtype):
 def test_a_pool_may_grow_to_what_was_asked_for_but_not_more_than_is_of_use():
     assert memory.max_kv_blocks("1MiB", None, 2**10, 10**6, 2**30) == 1024
     assert memory.max_kv_blocks("1MiB", None, 2**10, 100, 2**30) == 100
+    assert memory.max_kv_blocks("1MiB", None, 2**10, 3, 2**30) == memory.MIN_BLOCKS  # one request of a short context
     assert memory.max_kv_blocks("auto", 17, 2**10, 100, 2**30) == 17
     share = 0.25 if mx.default_device() == mx.cpu else 0.9
     assert memory.max_kv_blocks("auto", None, 2**20, 10**9, 2**30) == int(share * 1024)
