@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
     open_streams()
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of `__main__`
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run_and_flush(sys.argv[1:] if argv is None else argv)
     except (UsageError, ConfigError) as error:
         return _fail(error, EXIT_USAGE)

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -366,6 +368,30 @@ def in_a_process(*argv: str, closed: int | None = None, **options: Any) -> subpr
         timeout=60,
         preexec_fn=None if closed is None else lambda: os.close(closed),
     )
+
+
+INTERRUPTED_AT = """
+    import os, runpy, signal, sys
+
+    class Interrupt:
+        def find_spec(self, name, path=None, target=None):
+            if name == LIBRARY:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    sys.meta_path.insert(0, Interrupt())
+    sys.argv[1:] = ["config", "default"]
+    runpy.run_module("mlx_server", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "library", ["mlx_server.environment", "mlx_server.cli.main", "mlx_server.cli.config", "pydantic"]
+)
+def test_an_interrupt_while_commands_are_imported_ends_quietly(library: str):
+    program = f"LIBRARY = {library!r}\n{textwrap.dedent(INTERRUPTED_AT)}"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode in (130, -signal.SIGINT)
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize(
