@@ -431,6 +431,30 @@ async def test_a_stream_is_kept_before_its_end_is_sent(fleet: Fleet):
     assert again.json() == response
 
 
+async def test_a_response_whose_client_leaves_at_its_end_is_moved_to_the_store(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+):
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    real, ids = first.store.run, list[str]()
+
+    async def run(script: str, keys: Any, args: Any, timeout_s: float = 0.0) -> Any:
+        if script is kept._PUT:
+            ids.append(args[1])
+            if len(ids) == 1:
+                await asyncio.Event().wait()
+        return await real(script, keys, args, timeout_s)
+
+    monkeypatch.setattr(first.store, "run", run)
+    headers, body = {"x-api-key": key}, {"model": "fake", "input": "Hi", "stream": True}
+    async with first.http.stream("POST", "/v1/responses", json=body, headers=headers):
+        await until(lambda: ids)
+    await until(lambda: len(ids) == 2)
+    async with asyncio.timeout(30):
+        while (await second.http.get(f"/v1/responses/{ids[0]}", headers=headers)).status_code == 404:
+            await asyncio.sleep(0.01)
+
+
 async def test_items_are_found_by_their_ids(fleet: Fleet):
     (key,) = await fleet.start()
     first, second = fleet.servers

@@ -25,6 +25,9 @@ _PART_FIELDS = ("type", "text", "refusal")
 _IMAGE_FIELDS = ("image_url", "detail")
 _IMAGE_WEIGHT = 2000
 
+_MAX_ID_CHARS = 512
+"""Of an item's id. A fleet's store counts them with a weight, and would drop a conversation of longer ones."""
+
 
 def qualified(name: str, namespace: str) -> str:
     """A function's name for the model: `files__read` for `read` of the namespace `files`."""
@@ -62,11 +65,11 @@ def normalise_input(
 
 def with_own_ids(items: Iterable[KeptItem], taken: Iterable[str]) -> KeptItems:
     """The items as they are kept. One whose id is `taken`, or that of an item before it, gets a fresh one, since pages
-    of items begin after an id."""
+    of items begin after an id; so does one whose id cannot be part of a path, or is long."""
     seen = set(taken)
 
     def own(kept: KeptItem) -> KeptItem:
-        if kept.id in seen:
+        if kept.id in seen or not kept.id or "/" in kept.id or len(kept.id) > _MAX_ID_CHARS:
             item = kept.read()
             called = {"call_id": _call_id(item)} if _is_of_call(item) else {}
             kept = KeptItem.of({**item, **called, "id": _fresh_id(KINDS.get(item["type"], _UNREAD))})

@@ -112,8 +112,8 @@ class ResponseWriter(Writer):
     def close(self) -> None:
         if self._response.is_in_progress:
             self._update(self._as("cancelled", self._items.cut_off()))
-            if self._store is not None:
-                self._store.settle_later()
+        if self._store is not None:
+            self._store.settle_later()
 
     def _ending(self, finish: Finish, usage: Usage) -> Record:
         status = _status(finish)

@@ -358,8 +358,8 @@ class KeptRecords:
             self._owned.drop(record.id)
 
     def settle_later(self) -> None:
-        """Starts `settle` without waiting for it, when the client has left."""
-        if self._shared is not None:
+        """Starts `settle` without waiting for it, if its client has left before it was done."""
+        if self._shared is not None and self._own_id in self._owned.records:
             self._settling = asyncio.get_running_loop().create_task(self.settle())
 
     async def find(self, record_id: str) -> Record | None:
