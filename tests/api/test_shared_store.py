@@ -449,10 +449,8 @@ async def test_a_response_whose_client_leaves_at_its_end_is_moved_to_the_store(
     headers, body = {"x-api-key": key}, {"model": "fake", "input": "Hi", "stream": True}
     async with first.http.stream("POST", "/v1/responses", json=body, headers=headers):
         await until(lambda: ids)
-    await until(lambda: len(ids) == 2)
-    async with asyncio.timeout(30):
-        while (await second.http.get(f"/v1/responses/{ids[0]}", headers=headers)).status_code == 404:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(ids) == 2 and not any(owned.records for owned in first.context.records._by_owner.values()))
+    assert (await second.http.get(f"/v1/responses/{ids[0]}", headers=headers)).status_code == 200
 
 
 async def test_items_are_found_by_their_ids(fleet: Fleet):

@@ -27,7 +27,7 @@ from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_daemon_thread, in_executor, shielded
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.families import PreparedImage
-from mlx_server.engine.vision.parts import ImageParts, Pictures
+from mlx_server.engine.vision.parts import ImageParts, Pictures, TooManyImagesError
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.environment import expanded
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
@@ -130,7 +130,7 @@ class ImageLoader:
                     f"Already its first {len(prepared)} images have so many. Send fewer or smaller images.",
                 )
             if num_bytes > MAX_PREPARED_BYTES:
-                raise InvalidRequestError(
+                raise TooManyImagesError(
                     f"The first {len(prepared)} images take {num_bytes:,} bytes as the model's inputs; one request "
                     f"may have {MAX_PREPARED_BYTES:,}. Send fewer or smaller images.",
                     part.where,

@@ -36,6 +36,10 @@ UNREADABLE_NOTE = "[image omitted: it cannot be read here]"
 _KINDS = ("image_url", "input_image", "image", "computer_screenshot")
 
 
+class TooManyImagesError(InvalidRequestError):
+    """A request has more images than one may have, or they take more memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """An image as it was sent: `source` is a URL (data, http, https, file) or base64, `where` its path in the request.
@@ -100,7 +104,7 @@ class ImageParts:
                 return UNREADABLE_NOTE
             raise
         if len(self.found) == MAX_IMAGES:
-            raise InvalidRequestError(
+            raise TooManyImagesError(
                 f"{where} is image {MAX_IMAGES + 1} of the request; the most is {MAX_IMAGES}. Send fewer.", where
             )
         self.found.append(ImagePart(source, where, is_noted))

@@ -24,7 +24,7 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.request_stream import GenerationRequest, make_request
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.vision import decoding
+from mlx_server.engine.vision import decoding, parts
 from mlx_server.engine.vision.parts import UNREADABLE_NOTE
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ContextLengthError
@@ -469,6 +469,22 @@ async def test_an_allowed_host_is_asked(seer: World, gallery: str, path: str):
     response = await seer.chat(messages=user([part(gallery + path)]))
     assert response.status_code == 200, response.text
     assert [image.digest for image in seen(seer)] == [digest_of(seer, CAT)]
+
+
+async def test_a_chat_with_too_many_images_is_cut_like_one_that_is_too_long(
+    seer: World, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(parts, "MAX_IMAGES", 4)
+    shot = user([{"type": "input_image", "image_url": CAT_URL}])
+    body = {"input": [*shot, {"role": "assistant", "content": "Yes"}] * 6 + shot, "truncation": "auto"}
+    answer = await seer.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert 2 <= len(seen(seer)) <= 4
+    answer = await seer.http.post("/v1/responses", json={**body, "truncation": "disabled"})
+    assert "is image 5 of the request; the most is 4" in answer.text
+    alone = user([shot[0]["content"][0]] * 5)
+    answer = await seer.http.post("/v1/responses", json={**body, "input": [*body["input"], *alone]})
+    assert "is image 5 of the request; the most is 4" in answer.text
 
 
 async def test_an_image_is_fetched_once_however_often_its_chat_is_cut(

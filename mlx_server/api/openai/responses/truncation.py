@@ -24,8 +24,8 @@ from mlx_server.api.openai.exchange import Exchange
 from mlx_server.api.openai.responses.items import cut_points, weight
 from mlx_server.api.openai.responses.reading import Parsed, Reading
 from mlx_server.api.openai.responses.request import ResponsesRequest
-from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.errors import ContextLengthError
+from mlx_server.engine.vision.parts import ImageParts, TooManyImagesError
+from mlx_server.errors import ContextLengthError, InvalidRequestError
 
 T = TypeVar("T")
 
@@ -60,10 +60,11 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class _Made(Generic[T]):
-    """What was made of a chat, None if it is far too long, and its tokens."""
+    """What was made of a chat, and its tokens; or the error if it is far too long."""
 
     value: T | None
     num_tokens: int
+    error: InvalidRequestError | None = None
 
 
 async def within_context(
@@ -91,8 +92,8 @@ async def within_context(
 
         try:
             value = await make(read, images)
-        except ContextLengthError:
-            return _Made(None, sys.maxsize)
+        except (ContextLengthError, TooManyImagesError) as error:
+            return _Made(None, sys.maxsize, error)
         return _Made(value, num_tokens(value))
 
     made = await attempt(0)
@@ -116,7 +117,7 @@ async def within_context(
             return made.value
     if best is not None:
         return best
-    raise _too_long(made.num_tokens, limit, exchange)
+    raise made.error if isinstance(made.error, TooManyImagesError) else _too_long(made.num_tokens, limit, exchange)
 
 
 def _steadiest(low: int, high: int) -> int:
