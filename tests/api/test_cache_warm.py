@@ -70,7 +70,7 @@ async def test_the_example_in_the_help_is_long_enough_to_be_kept(site: Site, tmp
 
 async def test_usage_says_what_was_read_in_8_bits(site: Site, tmp_path, monkeypatch):
     """From disk, and from memory later; nothing is said where nothing was rounded."""
-    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end, now: end > first)
+    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end: end > first)
     folder = make_folder(tmp_path / "model", "qwen3")
     model = ModelConfig(model=str(folder), served_model_name="tiny")
     disk = MemoryConfig(kv_disk="64MB", kv_disk_dir=str(tmp_path / "disk"), kv_disk_bits="8")

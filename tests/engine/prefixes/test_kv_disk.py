@@ -38,7 +38,7 @@ pytestmark = on_the_cpu
 @pytest.fixture(autouse=True)
 def reading_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models compute a prompt in less than a read takes at least."""
-    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end, now: end > first)
+    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end: end > first)
 
 
 NUM_TOKENS = 700

@@ -359,7 +359,7 @@ def test_two_models_have_a_topic_and_numbers_each_and_a_load_begins_anew(tmp_pat
 
 
 def test_blocks_on_disk_have_their_medium(tmp_path, monkeypatch):
-    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end, now: end > first)
+    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end: end > first)
     monkeypatch.setattr("mlx_server.batching.blocks.disk_saves.MIN_PROMPT_TOKENS", 32)
     monkeypatch.setattr("mlx_server.batching.blocks.disk_tier.IDLE_S", 0.0)
     folder = make_folder(tmp_path / "model")
