@@ -232,8 +232,7 @@ class ModelRunnerOutput:
     these copies, without waiting for earlier steps.
 
     `drafts` are the results of `draft_steps`. If `draft_error` is set, there are none, and later draft steps will not
-    give any either. The vision encoder ran for `num_images`, and failed for the requests in `image_errors`, whose other
-    results are invalid.
+    give any either.
     """
 
     step_id: int
@@ -248,8 +247,34 @@ class ModelRunnerOutput:
     draft_error: str | None = None
     pooled: dict[str, Vector] = field(default_factory=dict)
     saved_blocks: tuple[memoryview, ...] = ()
-    num_images: int = 0
-    image_errors: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageJob:
+    """An image for the vision encoder, and the request that needs it next."""
+
+    request: Request
+    image: PromptImage
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Its placeholders."""
+        return tuple(self.request.prompt_token_ids[self.image.start : self.image.end])
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the request has not ended. Any thread."""
+        return self.request.finish_reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageResult:
+    """What became of an image: whether it `is_encoded`, else the `error` if it failed, and none if it was given up.
+    The encoder `was_run` for it unless it was cached."""
+
+    is_encoded: bool
+    was_run: bool
+    error: str | None = None
 
 
 @dataclass(slots=True)  # neither frozen nor a tuple: one is made for each token, and those take twice as long

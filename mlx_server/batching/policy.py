@@ -16,7 +16,7 @@ from mlx_server.batching.aged_share import AgedShare
 from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.fair_order import by_holdings
-from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image, with_whole_images
+from mlx_server.batching.image_turns import ImageTurns, with_whole_images
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.step_budget import PromptBudget, RecentPrompts
 from mlx_server.config import BLOCK_SIZE
@@ -59,21 +59,15 @@ class Policy:
         self._budget = budget
         self._is_device_shared = is_device_shared
         self._work, self._turn = table.waiting.work, table.waiting.turn
-        self._recent, self._images = RecentPrompts(), ImageTurns(table.waiting.turn)
+        self._recent, self.images = RecentPrompts(), ImageTurns(table)
         self._aged = AgedShare(table)
         self._sat_out_for = math.inf  # the tier for whose prompts worse tiers sat out the last step
 
     def share_out(self, step: Step, prefilling: list[Request]) -> None:
         """Shares the prompt tokens of a step (`step.given`) out to running requests with prompt left to compute and to
-        waiting requests, which it starts."""
-        self._images.begin(prefilling)
-        self._share_out(step, prefilling)
-        if not step.given and not step.requests and self._images.pass_turn(step):
-            self._share_out(step, prefilling)
-
-    def _share_out(self, step: Step, prefilling: list[Request]) -> None:
-        """Tier by tier, the best first. The aged prompt's part is kept free and given to it; if it does not use all of
-        its part, the tiers share the rest in a second pass."""
+        waiting requests, which it starts: tier by tier, the best first. The aged prompt's part is kept free and given
+        to it; if it does not use all of its part, the tiers share the rest in a second pass."""
+        prefilling = self.images.hold(prefilling)
         first = min(_some(*prefilling, self._next_to_start(step)), key=self._turn, default=None)
         if first is None:
             return
@@ -100,8 +94,11 @@ class Policy:
 
     def why_not(self, request: Request, step: Step) -> str | None:
         """Why a waiting request did not start in a step; None if the step had no tokens for it."""
-        if (owner := self._waiting.parked_for(request)) is not None:
-            return f"is parked: {owner} computes the prefix that it begins with"
+        if self._waiting.parked_at(request) is not None:
+            owner = self._waiting.parked_for(request)
+            return "is parked: " + (
+                f"{owner} computes the prefix that it begins with" if owner else "its next image is not encoded yet"
+            )
         why = self._why_closed(step) or step.no_overtaking
         if why is None:
             return None
@@ -118,8 +115,6 @@ class Policy:
     def _give(self, step: Step, request: Request, num_tokens: int) -> None:
         """Gives a prompt up to `num_tokens` more of the step, or all that it has left if it must be computed whole.
         Does nothing if it cannot start, or has no blocks."""
-        if request.images and (num_tokens := self._images.allow(step, request, num_tokens)) <= 0:
-            return
         if request.request_id not in step.block_ids:
             block_ids: BlockIds | None = ()
             if request.status is RequestStatus.WAITING:
@@ -139,7 +134,8 @@ class Policy:
         wanted = min(self._work(request), self._limits.max_chunk_tokens or request.num_tokens)
         if request.sampling.prompt_logprobs is not None and not request.output_token_ids:
             wanted = min(wanted, _MAX_SCORED_TOKENS)
-        wanted = cut_at_second_image(request, wanted)
+        if request.images:
+            wanted = self.images.cut(request, request.num_tokens - self._work(request), wanted)
         if self._blocks.checkpoints is not None and request.status is RequestStatus.RUNNING:
             wanted = self._blocks.checkpoints.cut(request, wanted)
         return wanted
@@ -269,18 +265,17 @@ class Policy:
         if why is not None and (request is not promoted or why is _HELD):
             return None
         oldest = self._waiting.first(request.priority)
-        if self._waiting.parked_for(request) is not None:
+        if self._waiting.parked_at(request) is not None:
             return None
         prefix = self._blocks.find_prefix(request)
         why = self._what_lacks(request, prefix, promoted)
-        if why is None and self._table.disk is not None:
-            if self._is_deferred(request):
-                if self._waiting.parked_for(request) is not None:
-                    return None
-                why = _MANY_LOADS
-            else:  # a load of another request may have begun, and taken blocks of the prefix
-                prefix = self._blocks.find_prefix(request)
-                why = self._what_lacks(request, prefix, promoted)
+        if why is None and self._is_deferred(request):
+            if self._waiting.parked_at(request) is not None:
+                return None
+            why = _MANY_LOADS
+        elif why is None and self._table.disk is not None:  # a load may have begun, and taken blocks of the prefix
+            prefix = self._blocks.find_prefix(request)
+            why = self._what_lacks(request, prefix, promoted)
         if why is not None:
             if request is oldest:
                 step.closed_because, step.closed_by = why, request
@@ -296,8 +291,10 @@ class Policy:
         return block_ids
 
     def _is_deferred(self, request: Request) -> bool:
-        """Whether a request that could start waits for a prefix on disk instead."""
-        return self._table.disk is not None and self._table.disk.defers(request)
+        """Whether a request that could start waits for a prefix on disk, or for its next image, instead."""
+        if self._table.disk is not None and self._table.disk.defers(request):
+            return True
+        return bool(request.images) and self.images.parks(request)
 
     def _what_lacks(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> str | None:
         """What is missing for a request to start; None if nothing is. Grows the pool if necessary."""
@@ -416,9 +413,9 @@ class Policy:
             return self._blocks.allocate(request, request.num_tokens)
         return self.grow(step, request, request.num_tokens - request.num_computed_tokens)
 
-    def next_of_all(self) -> Request:
-        """The waiting request that would start next if there were memory for it."""
-        return self._aged.promoted() or self._waiting.heads()[0]
+    def next_of_all(self) -> Request | None:
+        """The waiting request that would start next if there were memory for it; None if all are parked."""
+        return self._aged.promoted() or next(iter(self._waiting.heads()), None)
 
 
 def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)) -> int:

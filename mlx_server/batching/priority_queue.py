@@ -1,4 +1,5 @@
-"""The waiting requests: by tier, client and age, by the work left, or parked until a shared prefix is computed."""
+"""The waiting requests: by tier, client and age, by the work left, or parked until a shared prefix is computed or an
+image is encoded."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class PriorityQueueWithAging:
     waiting one hits the prefix instead of computing it again. Example: a hundred requests arrive with the same cold
     system prompt of 20 blocks. The first one starts, 99 are parked until it has computed block 20, and the prompt is
     computed once. A request is not parked for one of a worse tier, which may be kept from running, and for at most
-    `MAX_PREFIX_WAIT_S` in all.
+    `MAX_PREFIX_WAIT_S` in all. Requests are also parked for images, by their digests, until these are encoded.
     """
 
     def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
@@ -64,7 +65,7 @@ class PriorityQueueWithAging:
 
     @property
     def num_parked(self) -> int:
-        """Requests that wait for a prefix that another request computes."""
+        """Requests that wait for a prefix that another request computes, or for an image."""
         return len(self._parked_at)
 
     def push(self, request: Request) -> None:
@@ -130,15 +131,32 @@ class PriorityQueueWithAging:
             pass
         return request
 
+    def parked_at(self, request: Request) -> bytes | None:
+        """The hash of the block or the digest of the image for which a request is parked; None if it is not."""
+        return self._parked_at.get(request.request_id)
+
     def parked_for(self, request: Request) -> str | None:
-        """The id of the request for whose prefix a parked request waits; None if it is not parked."""
-        block_hash = self._parked_at.get(request.request_id)
-        return None if block_hash is None else self._owners[block_hash].request_id
+        """The id of the request for whose prefix a parked request waits; None if it waits for an image."""
+        owner = self._owners.get(self._parked_at[request.request_id])
+        return None if owner is None else owner.request_id
 
     def parked_behind(self, owner: Request) -> list[Request]:
         """The requests that are parked for what this one computes or loads."""
-        hashes = [block_hash for block_hash in self._parked if self._owners[block_hash] is owner]
+        hashes = [key for key in self._parked if self._owners.get(key) is owner]
         return list(chain.from_iterable(self._parked[block_hash].values() for block_hash in hashes))
+
+    def park_for_image(self, request: Request, digest: bytes) -> None:
+        """Parks a waiting request until `unpark_for_image`."""
+        self._leave(request)
+        self._park_at(request, digest)
+
+    def unpark_for_image(self, digest: bytes) -> None:
+        self._unpark(digest)
+
+    def parked_for_images(self) -> list[Request]:
+        """The requests that are parked for images."""
+        of_images = [parked.values() for key, parked in self._parked.items() if key not in self._owners]
+        return list(chain.from_iterable(of_images))
 
     def parks(self, request: Request) -> bool:
         """Parks a waiting request if a running one or a load has its next uncached block. Whether it is parked."""
@@ -191,7 +209,7 @@ class PriorityQueueWithAging:
                 tier.settle()
         first_s = next(iter(self._parked_since.values()), self.now)  # of the one parked first
         if self.now - first_s >= MAX_PREFIX_WAIT_S:
-            parked = chain.from_iterable(same.values() for same in self._parked.values())
+            parked = chain.from_iterable(same.values() for key, same in self._parked.items() if key in self._owners)
             for request in [request for request in parked if self._is_over(request)]:
                 self._leave(request)
                 self._enter(request)
@@ -212,7 +230,9 @@ class PriorityQueueWithAging:
         assert not ready & set(self._parked_at), "a parked request may start"
         parked = {name: block_hash for block_hash, names in self._parked.items() for name in names}
         assert parked == self._parked_at, "the two records of parked requests differ"
-        assert set(self._parked) <= set(self._owners), "a request waits for a block that nobody computes"
+        for request in self.parked_for_images():
+            digests = {image.digest for image in request.images}
+            assert self._parked_at[request.request_id] in digests, "a request waits for a block that nobody computes"
         assert set(self._parked_since) <= set(self._num_cached), "a request that left is kept"
 
     def _find_first(self, tier: FairOrder) -> Request | None:
@@ -265,14 +285,20 @@ class PriorityQueueWithAging:
         last = hashes[next_block + num_common - 1]
         self._leave(request)
         self._parked_since.setdefault(request.request_id, self.now)
-        self._parked.setdefault(last, {})[request.request_id] = request
-        self._parked_at[request.request_id] = last
+        self._park_at(request, last)
         return True
+
+    def _park_at(self, request: Request, key: bytes) -> None:
+        self._parked.setdefault(key, {})[request.request_id] = request
+        self._parked_at[request.request_id] = key
 
     def _release(self, block_hash: bytes) -> None:
         """A block is computed or lost its owner: the requests parked for it wait in both orders again."""
         del self._owners[block_hash]
-        for request in self._parked.pop(block_hash, {}).values():
+        self._unpark(block_hash)
+
+    def _unpark(self, key: bytes) -> None:
+        for request in self._parked.pop(key, {}).values():
             del self._parked_at[request.request_id]
             self._enter(request)
 

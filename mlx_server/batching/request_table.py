@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import takewhile
 
 from mlx_server.batching.blocks.block import Block
@@ -15,7 +15,7 @@ from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.limits import QueueLoad, SchedulerLimits
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
-from mlx_server.batching.refusals import starvation, unseen
+from mlx_server.batching.refusals import starvation
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import StepShape
 from mlx_server.config import BLOCK_SIZE
@@ -48,8 +48,6 @@ class Step:
       are those of each request that has some.
     - `closed_because` says why no more requests start in the step, and `closed_by` which request found no room.
       `no_overtaking` says why no request starts before the oldest one of its tier.
-    - `images` says, for each request that computes placeholders, the position at which the first image with such
-      placeholders begins.
     - `starving` is who lacks memory for the step, and would run alone.
     - `waits_to_draft` says whether the step after it waits for its result, once that is known.
     """
@@ -65,7 +63,6 @@ class Step:
         self.block_ids: dict[str, BlockIds] = {}
         self.filled: list[Request] = []
         self.drafts: dict[str, Drafts] = {}
-        self.images: dict[str, int] = {}
         self.starving: Request | None = None
         self.waits_to_draft: bool | None = None
         self.new_requests: list[NewRequestData] = []
@@ -118,7 +115,7 @@ class RequestTable:
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
-        self.starved: list[RequestOutput] = []  # of those ended for lack of memory, until `take_starved`
+        self.failed: list[RequestOutput] = []  # the last outputs of those ended between steps, until `take_failed`
         self.starving_since: float | None = None
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
@@ -183,46 +180,20 @@ class RequestTable:
         counters.num_prefix_hit_tokens += num_cached
         counters.num_prompt_tokens_from_disk += min(request.num_loaded_tokens, num_cached)
 
-    def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:
-        """Lets later steps hit the full blocks of a running request that are computed, or will be by a submitted step
-        or one of `steps`. Then gives up the blocks that no later token attends to, once they can be hit, and unless
-        drafts are in flight, after which the request may go back."""
-        num_tokens = self._num_certain(request, steps)
+    def publish(self, request: Request) -> None:
+        """Lets later steps hit the full blocks of a running request that are computed, or will be by a submitted step.
+        Then gives up the blocks that no later token attends to. No drafts of the request may be in flight: it may go
+        back behind them."""
+        num_tokens = _num_computed(request)
         self.blocks.cache_full_blocks(request, num_tokens)
-        is_drafted = any(request.request_id in step.drafts for step in self.submitted)
-        if num_tokens == _num_computed(request) and not is_drafted:
-            self.blocks.give_up_unseen(request)
+        self.blocks.give_up_unseen(request)
         self.waiting.advance(request, num_tokens)
 
     def publish_filled(self, step: Step) -> None:
         """Lets later steps hit what this step computes. The step itself must not: a model may run the requests of a
         step one after the other, in any order."""
         for request in step.filled:
-            self.publish(request, [step])
-
-    def _num_certain(self, request: Request, steps: Iterable[Step] = ()) -> int:
-        """How many tokens of a running request have K/V, or will have for certain. A step may fail to encode an image,
-        so tokens from that image on are not certain before the step's result."""
-        num_tokens, request_id = _num_computed(request), request.request_id
-        if not request.images:
-            return num_tokens
-        starts = [step.images[request_id] for step in (*self.submitted, *steps) if request_id in step.images]
-        return min([num_tokens, *starts])
-
-    def take_images(self, step: Step, errors: Mapping[str, str]) -> list[RequestOutput]:
-        """Takes a step's result for its requests with images. Ends those whose images could not be encoded, by
-        `errors`, and lets later steps hit what the others have computed."""
-        outputs = []
-        for request_id in step.images:
-            request = step.requests.get(request_id)
-            if request is None:
-                continue
-            if request_id not in errors:
-                self.publish(request)
-                continue
-            error, num_certain = unseen(errors[request_id]), step.images[request_id]
-            outputs.append(self.fail(step.requests.pop(request_id), error, num_certain=num_certain))
-        return outputs
+            self.publish(request)
 
     def cut_back(self, request: Request, drafts: Drafts, num_before: int, num_accepted: int) -> None:
         """Takes the result of `drafts`, which followed `num_before` tokens of output: the request's computed tokens now
@@ -272,22 +243,21 @@ class RequestTable:
             self.speculation.release(request)
         self._enqueue(request)
 
-    def end(self, request: Request, reason: FinishReason, *, num_certain: int | None = None) -> None:
-        """Ends a request, waiting or running. If `num_certain` is given, the K/V of later tokens are invalid and are
-        not cached."""
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request, waiting or running."""
         if request.status is RequestStatus.WAITING:
             self._leave_waiting(request)
         else:
-            self._leave_running(request, num_certain)
+            self._leave_running(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self.speculation is not None:
             self.speculation.forget(request)
         del self.requests[request.request_id]
 
-    def fail(self, request: Request, error: ServeError, *, num_certain: int | None = None) -> RequestOutput:
+    def fail(self, request: Request, error: ServeError) -> RequestOutput:
         """Ends a request like `end`, because of an error, and returns its last output."""
-        self.end(request, FinishReason.ERROR, num_certain=num_certain)
+        self.end(request, FinishReason.ERROR)
         return RequestOutput(request.request_id, (), FinishReason.ERROR, error=error)
 
     def end_pooled(self, computed: Mapping[str, Request], pooled: Mapping[str, Vector]) -> list[RequestOutput]:
@@ -322,7 +292,7 @@ class RequestTable:
         if now - self.starving_since >= self.limits.memory_wait_s:
             self.starving_since = None
             most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
-            self.starved.append(self.fail(request, starvation(request, most_tokens, self.limits.memory_wait_s)))
+            self.failed.append(self.fail(request, starvation(request, most_tokens, self.limits.memory_wait_s)))
 
     def take_dropped(self) -> tuple[str, ...]:
         """The requests that have stopped running since the last call: the runner must drop their state."""
@@ -370,10 +340,10 @@ class RequestTable:
         self.queued_requests[request.tier] -= 1
         self._queued_tokens[request.tier] -= request.num_tokens
 
-    def _leave_running(self, request: Request, num_certain: int | None = None) -> None:
+    def _leave_running(self, request: Request) -> None:
         request_id = request.request_id
         self.running.remove(request)
-        self.blocks.cache_full_blocks(request, self._num_certain(request) if num_certain is None else num_certain)
+        self.blocks.cache_full_blocks(request, _num_computed(request))
         if self.disk is not None:
             self.disk.saves.on_leave(request)
         self._dropped.append(request_id)

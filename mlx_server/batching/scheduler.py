@@ -29,6 +29,8 @@ from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
 from mlx_server.outputs import (
     EngineCounters,
+    ImageJob,
+    ImageResult,
     ModelRunnerOutput,
     PositionLogprobs,
     RequestOutput,
@@ -50,11 +52,16 @@ _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
 
 
-class Executor(Protocol):
+class StepExecutor(Protocol):
     """Runs submitted steps in order, on the MLX thread."""
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Queues a step. The future belongs to the running loop and is resolved when the step has ended."""
+
+
+class Executor(StepExecutor, Protocol):
+    def encode(self, job: ImageJob) -> asyncio.Future[ImageResult]:
+        """Queues an image for the vision encoder, which runs between steps. As `submit`, but without exceptions."""
 
 
 class ContinuousBatchingScheduler:
@@ -85,6 +92,7 @@ class ContinuousBatchingScheduler:
         self._table = RequestTable(blocks, limits, speculation)
         self.speculation, self._budget = speculation, PromptBudget(limits.context_doubling_tokens)
         self._policy = Policy(self._table, self._budget, is_device_shared)
+        self.images = self._policy.images
         self._draft_room = None if speculation is None else DraftRoom(speculation, self._table, self._policy)
         self._composer = StepComposer(self._table, self._budget, self._policy, self._draft_room)
         if store is not None:
@@ -105,7 +113,7 @@ class ContinuousBatchingScheduler:
 
     @property
     def num_deferred(self) -> int:
-        """How many of the waiting requests wait for a prefix that another request computes."""
+        """How many of the waiting requests wait for a prefix that another request computes, or for an image."""
         return self._table.waiting.num_parked
 
     @property
@@ -230,14 +238,13 @@ class ContinuousBatchingScheduler:
             self.speculation.take_burst(output)
         elif step.pool_change is not None:
             self.blocks.on_changed(step.pool_change)
-        elif step.copies is None and not output.num_images:  # copies and images take time, too
+        elif step.copies is None:  # copies take time, too
             self._observe(submitted, output)
         if self.disk is not None:
             self.disk.on_step(step.copies, output)
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
-        outputs = self._table.take_images(submitted, output.image_errors)
-        outputs += [
+        outputs = [
             self._take_tokens(requests[request_id], sampled, submitted.drafts.get(request_id))
             for request_id, sampled in output.sampled.items()
             if request_id in requests
@@ -249,7 +256,6 @@ class ContinuousBatchingScheduler:
         counters = self.counters
         counters.num_generated_tokens += sum([len(one.new_token_ids) for one in outputs])
         counters.num_model_calls += output.num_model_calls
-        counters.num_images_encoded += output.num_images
         counters.busy_time_s += output.step_time_s
         counters.idle_time_s += output.idle_time_s
         return outputs
@@ -269,10 +275,11 @@ class ContinuousBatchingScheduler:
         """Why the last composed step gives no more tokens to a request that has no output yet."""
         return self._composer.explain(request)
 
-    def take_starved(self) -> list[RequestOutput]:
-        """The last outputs of requests that ran alone and were ended after waiting too long for memory."""
-        starved, self._table.starved = self._table.starved, []
-        return starved
+    def take_failed(self) -> list[RequestOutput]:
+        """The last outputs of requests that were ended between steps: they ran alone and waited too long for memory, or
+        an image failed."""
+        failed, self._table.failed = self._table.failed, []
+        return failed
 
     def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
         """Appends a request's tokens of a step: its accepted drafts and the token after them."""
@@ -379,6 +386,8 @@ class ContinuousBatchingScheduler:
                     is_result_here = bool((await asyncio.wait(results, timeout=pause_s))[0])
                 else:
                     output = self._schedule_next(now, deliver)
+                    if self.images.is_active and (job := self.images.begin()) is not None:
+                        executor.encode(job).add_done_callback(self._on_encoded)
                     if output is not None:
                         began_s = began_s if results else now
                         results.append(executor.submit(output))
@@ -404,10 +413,15 @@ class ContinuousBatchingScheduler:
             deliver(expired)
         self._wake.clear()
         output = self.schedule(now)
-        while starved := self.take_starved():
-            deliver(starved)
+        while failed := self.take_failed():
+            deliver(failed)
             output = output or self.schedule(now)
         return output
+
+    def _on_encoded(self, future: asyncio.Future[ImageResult]) -> None:
+        if not future.cancelled():  # by the end of the loop
+            self.images.end(future.result())
+            self._wake.set()
 
     def wake(self) -> None:
         """Makes `run` look for work, after a block was read or written."""

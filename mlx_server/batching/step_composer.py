@@ -11,7 +11,7 @@ from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, ScheduledChunk
-from mlx_server.request import Request, RequestStatus, images_within
+from mlx_server.request import Request, RequestStatus
 
 
 class StepComposer:
@@ -68,7 +68,7 @@ class StepComposer:
             num_tokens, num_left = given[request.request_id], self._table.waiting.work(request)
             return f"gets {num_tokens} tokens and has {num_left} left; others: {others or '-'}"
         is_waiting = request.status is RequestStatus.WAITING
-        reason = self._policy.why_not(request, self._last) if is_waiting else None
+        reason = self._policy.why_not(request, self._last) if is_waiting else self._policy.images.why_held(request)
         return reason or f"no tokens are left: {others or 'none for prompts'}"
 
     # --- decodes ------------------------------------------------------------------------------------------
@@ -139,8 +139,6 @@ class StepComposer:
             () if num_in_flight or self._draft_room is None else recent_tokens(request, start, end - num_drafts),
         )
         step.requests[request_id] = request
-        if request.images and (seen := images_within(request.images, start, end)):
-            step.images[request_id] = start - seen[0][1]
         (step.singles if num_tokens == 1 else step.longer).append(chunk)
         request.num_computed_tokens = end
         if is_sampling:

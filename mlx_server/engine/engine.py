@@ -346,7 +346,7 @@ class AsyncEngine:
         """Runs the scheduler's loop. An error in it fails all requests and makes the engine dead."""
         parts = self._loaded_parts()
         try:
-            executor = ObservedExecutor(parts.executor, self.metrics, self._tracer)
+            executor = ObservedExecutor(parts.executor, parts.images, self.metrics, self._tracer)
             await parts.scheduler.run(executor, self._clock, self._deliver)
         except asyncio.CancelledError:  # by the end of the event loop, unless it was by who cancels `stop`
             self.state = EngineState.DEAD

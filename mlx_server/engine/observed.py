@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from mlx_server.batching.scheduler import Executor
+from mlx_server.batching.scheduler import StepExecutor
 from mlx_server.engine.parts import EngineParts
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer
-from mlx_server.outputs import EngineStats, ModelRunnerOutput, SchedulerOutput
+from mlx_server.outputs import EngineStats, ImageJob, ImageResult, ModelRunnerOutput, SchedulerOutput
+from mlx_server.runtime.image_executor import ImageExecutor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,12 +77,18 @@ def current_stats(
 
 @dataclass(frozen=True, slots=True)
 class ObservedExecutor:
-    """An executor that reports each step to metrics and a tracer, in a few calls a step for any number of requests.
+    """Executes steps, and encodes images. Reports each step to metrics and a tracer, in a few calls a step for any
+    number of requests.
     Steps without chunks are not reported: they change the pools, copy blocks, or run the draft model."""
 
-    executor: Executor
+    executor: StepExecutor
+    images: ImageExecutor | None
     metrics: EngineMetrics
     tracer: EngineTracer
+
+    def encode(self, job: ImageJob) -> asyncio.Future[ImageResult]:
+        assert self.images is not None, "images for a model that reads text only are refused before they are queued"
+        return self.images.encode(job)
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         if not output.chunks:

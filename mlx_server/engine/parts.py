@@ -45,6 +45,7 @@ from mlx_server.errors import ConfigError
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.cache.layers import PoolRoom
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
+from mlx_server.runtime.image_executor import ImageExecutor
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import (
@@ -76,6 +77,7 @@ class EngineParts:
     runner: ModelRunner
     info: RunnerInfo
     executor: MLXExecutor
+    images: ImageExecutor | None
     scheduler: ContinuousBatchingScheduler
     text: TextTools | None
     guard: MemoryGuard
@@ -191,6 +193,8 @@ async def unload_parts(parts: EngineParts, around: Surroundings, *, has_failed: 
     caller has dropped its references. If a step `has_failed`, the thread first waits for the device, since MLX may
     report an error of the device late."""
     parts.executor.close()
+    if parts.images is not None:
+        parts.images.close()
     around.ranks.unload()
     if parts.share is not around.share:
         parts.share.release()
@@ -283,6 +287,7 @@ async def _load_parts(
         executor=MLXExecutor(
             around.thread, ranks.leading(runner if draft is None else draft.runner), settings.device_share
         ),
+        images=None if runner.images is None else ImageExecutor(around.thread, runner.images, settings.device_share),
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
         max_model_len=max_model_len,

@@ -188,7 +188,7 @@ VLLM_SERIES: tuple[Family, ...] = (
     gauge("vllm:num_requests_waiting", "Requests waiting to run.", "stats.num_waiting"),
     gauge(
         "vllm:num_requests_waiting_by_reason{reason}",
-        "Waiting requests: for room (capacity), or for a prefix that another request computes (deferred).",
+        "Waiting requests: for room (capacity), or for a prefix or an image that is being computed (deferred).",
         lambda r: {"capacity": r.stats.num_waiting - r.stats.num_deferred, "deferred": r.stats.num_deferred},
     ),
     gauge(

@@ -44,7 +44,7 @@ class StepRunner(Protocol):
     def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput: ...
 
 
-class _Worker(Protocol):
+class Worker(Protocol):
     """Has work for the MLX thread, a piece at a time."""
 
     @property
@@ -130,10 +130,11 @@ class MLXThread:
         self.device = DeviceQueue(clock, self.notify)
         self._condition = threading.Condition()
         self._calls = _Calls(self)
-        self._workers: FairShare[_Worker] = FairShare()
+        self._workers: FairShare[Worker] = FairShare()
         self._workers.add(self._calls)
         self._is_stopping = False
         self._is_lost = False
+        self.charged_s = 0.0  # to all workers so far
         self._thread = threading.Thread(target=self._main, name="mlx", daemon=True)
         self._has_started = False
 
@@ -164,18 +165,19 @@ class MLXThread:
             self._condition.notify()
             return True
 
-    def attach(self, executor: MLXExecutor, weight: float) -> None:
+    def attach(self, worker: Worker, weight: float) -> None:
         with self._condition:
-            self._workers.add(executor, weight)
+            self._workers.add(worker, weight)
 
-    def detach(self, executor: MLXExecutor) -> None:
+    def detach(self, worker: Worker) -> None:
         with self._condition:
-            self._workers.remove(executor)
+            self._workers.remove(worker)
 
-    def charge(self, worker: _Worker, seconds: float) -> None:
+    def charge(self, worker: Worker, seconds: float) -> None:
         """The worker has used the device for `seconds`."""
         with self._condition:
             self._workers.charge(worker, seconds)
+            self.charged_s += seconds
 
     def judge(self, error: BaseException | None) -> None:
         """Call with what a step or call has raised. An error of the device fails all launched steps: MLX tells it once,

@@ -31,7 +31,7 @@ from mlx_server.runtime.layers.adapters import NONE, AdapterRows
 from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples
-from mlx_server.runtime.vision import NOTHING_ENCODED, EncodingResult, ImageEncoder
+from mlx_server.runtime.vision import ImageEncoder
 from mlx_server.sampling_params import SamplingParams
 
 
@@ -56,8 +56,7 @@ class PromptScores:
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A submitted step whose results may not be computed yet. `rows` are the sampled rows, `num_calls` counts the calls
-    of the model, `scored` has `num_scored` positions of each request's prompt, and `images` is what the vision encoder
-    did."""
+    of the model, and `scored` has `num_scored` positions of each request's prompt."""
 
     step_id: int
     num_calls: int
@@ -72,7 +71,6 @@ class LaunchedStep:
     """Evaluated with the step, only for the thread that waits for it: two threads must not wait for one array, since
     MLX marks it as available without a lock."""
     draft_steps: tuple[LaunchedStep, ...] = ()
-    images: EncodingResult = NOTHING_ENCODED
 
     def wait(self) -> None:
         """Returns when the device has finished the step. Drops its arrays: with a reference from here, the next step
@@ -194,7 +192,6 @@ class ModelRunner:
             arrays,
             copied,
             end,
-            images=NOTHING_ENCODED if self.images is None else self.images.take_result(),
         )
         return self._previous
 
@@ -227,8 +224,6 @@ class ModelRunner:
             pooled={} if launched.pooled is None else launched.pooled.fetch(),
             copy_time_s=launched.copied.seconds,
             saved_blocks=launched.copied.saved,
-            num_images=launched.images.num_encoded,
-            image_errors=launched.images.errors,
         )
 
     def fetch_rows(self, launched: LaunchedStep) -> dict[str, tuple[int, ...]]:

@@ -3,9 +3,8 @@ its placeholders, and rows get positions in three axes if the model has them."""
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -14,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
-from mlx_server.outputs import NewRequestData, ScheduledChunk
+from mlx_server.outputs import ImageJob, NewRequestData, ScheduledChunk
 from mlx_server.request import PromptImage
 from mlx_server.runtime.attention.interface import IntArray
-
-logger = logging.getLogger(__name__)
+from mlx_server.runtime.layers.taps import Taps
 
 IMAGE_SHARE = 1 / 32
 """The share of the memory for K/V that embeddings of images may use."""
@@ -34,8 +33,12 @@ class EncodedImage:
     deepstack: tuple[mx.array, ...]
 
     @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (self.embeddings, *self.deepstack)
+
+    @property
     def num_bytes(self) -> int:
-        return int(sum(array.nbytes for array in (self.embeddings, *self.deepstack)))
+        return int(sum(array.nbytes for array in self.arrays))
 
     def rows(self, start: int, stop: int) -> EncodedImage:
         return EncodedImage(self.embeddings[start:stop], tuple(layer[start:stop] for layer in self.deepstack))
@@ -86,6 +89,12 @@ class ReadsImages(nn.Module, ABC):  # type: ignore[misc]
     def has_positions(self) -> bool:
         """Whether tokens have positions in three axes: time, height and width."""
 
+    @property
+    def encoder_parts(self) -> list[nn.Module]:
+        """The modules that make embeddings of images."""
+        parts = {name: part for name, part in self.children().items() if name not in ("language_model", "model")}
+        return [part for _, part in tree_flatten(parts, is_leaf=nn.Module.is_module)]
+
     @abstractmethod
     def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
         """Encodes an image from its placeholders `[1, n]` and the arrays of its processor. Lazy. Raises whatever
@@ -124,27 +133,15 @@ def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
     return times, height // merge, width // merge
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingResult:
-    """How often the encoder has run, and its errors by request."""
-
-    num_encoded: int = 0
-    errors: Mapping[str, str] = field(default_factory=dict)
-
-
-NOTHING_ENCODED = EncodingResult()
-
-
 @dataclass(slots=True)
 class _Seen:
     """A running request with images: the ids, images and positions `[3, P]` of its prompt (None if they are those of
-    text), and how many of its tokens have been computed. One that `has_failed` is about to end."""
+    text), and how many of its tokens have been computed."""
 
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...]
     positions: IntArray | None
     num_computed: int = 0
-    has_failed: bool = False
 
     def positions_of(self, start: int, stop: int) -> IntArray | None:
         """The positions of tokens [start, stop), `[3, stop - start]`. Those after the prompt continue from its largest
@@ -165,21 +162,17 @@ class _Seen:
 class ImageEncoder:
     """The vision encoder of a model, and a cache of encoded images. MLX thread only.
 
-    An image is encoded in the step that computes the first of its placeholders, and not at all if all its placeholders
-    are in cached prefixes. The cache is limited to `max_bytes`: images that no running request has partly computed are
-    evicted first, the least recently used before others. The last used image stays while
-    a running request has partly computed it.
-
-    If encoding fails, the request goes through the step without its image, and the step's result has the error.
+    An image is encoded in pieces before the step that computes the first of its placeholders, else in that step as a
+    whole. The cache is limited to `max_bytes`: the least recently used images are evicted, but none that a running
+    request has partly computed, and of those encoded in pieces not the last two before their requests use them.
     """
 
     def __init__(self, model: ReadsImages, max_bytes: int) -> None:
-        self._num_encoded = 0
-        self._errors: dict[str, str] = {}
         self.max_bytes = max_bytes
         self._model = model
         self._requests: dict[str, _Seen] = {}
         self._encoded: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._unused: deque[tuple[bytes, str]] = deque(maxlen=2)  # with the request's id
         # How many patches form one placeholder along each side; None if those of images are numbered as text is.
         merge = getattr(model.config.vision_config, "spatial_merge_size", None) if model.has_positions else None
         self._merge = None if merge is None else int(merge)
@@ -189,11 +182,19 @@ class ImageEncoder:
         """The size of the cached images."""
         return sum(image.num_bytes for image in self._encoded.values())
 
-    def take_result(self) -> EncodingResult:
-        """What has happened since the last call."""
-        result = EncodingResult(self._num_encoded, self._errors) if self._num_encoded else NOTHING_ENCODED
-        self._num_encoded, self._errors = 0, {}
-        return result
+    def begin(self, job: ImageJob) -> ImagePieces | None:
+        """The pieces of an image, whose result goes to `keep`; None if it is cached. Raises whatever the model's code
+        raises."""
+        encoded = self._encoded.get(job.image.digest)
+        if encoded is None:
+            return ImagePieces(self._model, job.token_ids, job.image.inputs)
+        self.keep(job, encoded)
+        return None
+
+    def keep(self, job: ImageJob, encoded: EncodedImage) -> None:
+        """Caches an image, and keeps it until its request uses it."""
+        self._encoded[job.image.digest] = encoded
+        self._unused.append((job.image.digest, job.request.request_id))
 
     def add(self, data: NewRequestData) -> None:
         """Adds a request that starts; ignored if it has no images."""
@@ -210,8 +211,8 @@ class ImageEncoder:
             self._shrink()
 
     def rows(self, chunks: Sequence[ScheduledChunk], positions: IntArray) -> ImageRows | None:
-        """What images change in a step whose rows have `positions` `[T]` in their requests; encodes new images. None if
-        nothing changes."""
+        """What images change in a step whose rows have `positions` `[T]` in their requests; encodes images that were
+        not. None if nothing changes."""
         if not self._requests:
             return None
         rows: list[IntArray] = []
@@ -224,14 +225,12 @@ class ImageEncoder:
             if seen is not None:
                 seen.num_computed = end
                 for image in seen.images:
-                    if image.start < end and start < image.end and not seen.has_failed:
+                    if image.start < end and start < image.end:
                         begin, stop = max(image.start, start), min(image.end, end)
                         if image.is_bidirectional:
                             assert stop == image.end, "a chunk ends within an image that sees both ways"
                             spans.append((first + begin - start, first + stop - start))
-                        encoded = self._encode(image, chunk.request_id)
-                        if encoded is None:
-                            continue
+                        encoded = self._take(image, seen, chunk.request_id)
                         parts.append(encoded.rows(begin - image.start, stop - image.start))
                         rows.append(np.arange(begin, stop, dtype=np.int32) + np.int32(first - start))
                 if moved is not None and (own := seen.positions_of(start, end)) is not None:
@@ -245,44 +244,73 @@ class ImageEncoder:
         both_ways = np.array(spans, np.int32).reshape(-1, 2)
         return ImageRows(places, _joined(parts), moved, both_ways, self._model.spans_in_windows)
 
-    def _encode(self, image: PromptImage, request_id: str) -> EncodedImage | None:
-        """The encoded image, None on an error. An error of the device comes later, as the error of the step."""
+    def _take(self, image: PromptImage, seen: _Seen, request_id: str) -> EncodedImage:
         encoded = self._encoded.get(image.digest)
         if encoded is None:
-            self._num_encoded += 1
-            seen = self._requests[request_id]
-            try:
-                encoded = encode(self._model, seen.token_ids[image.start : image.end], image.inputs)
-            except Exception as error:  # the model's own code, or no memory for what it makes
-                logger.exception("An image of request %s cannot be encoded", request_id)
-                self._errors[request_id], seen.has_failed = f"{type(error).__name__}: {error}", True
-                return None
+            encoded = encode(self._model, seen.token_ids[image.start : image.end], image.inputs)
             self._encoded[image.digest] = encoded
+        if (image.digest, request_id) in self._unused:
+            self._unused.remove((image.digest, request_id))
         self._encoded.move_to_end(image.digest)
         return encoded
 
     def _shrink(self) -> None:
-        """Evicts images beyond the limit, except the last used one if a running request has partly computed it."""
+        """Evicts images beyond the limit."""
         num_bytes = self.num_bytes
         if num_bytes <= self.max_bytes:
             return
-        needed = {image.digest for seen in self._requests.values() for image in seen.begun}
-        order = sorted(self._encoded, key=needed.__contains__)  # stable: by use, those that are needed last
-        kept = next(reversed(self._encoded))
-        for digest in order:
-            if num_bytes <= self.max_bytes:
-                break
-            if digest != kept or digest not in needed:
+        needed = {digest for digest, _ in self._unused}
+        needed |= {image.digest for seen in self._requests.values() for image in seen.begun}
+        for digest in [digest for digest in self._encoded if digest not in needed]:
+            if num_bytes > self.max_bytes:
                 num_bytes -= self._encoded.pop(digest).num_bytes
 
 
 def encode(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
     """Encodes an image with `model`; `token_ids` are its placeholders. Submits the work and does not wait. Raises
     whatever the model's code raises."""
-    arrays = {name: mx.array(value) for name, value in inputs.items()}
-    encoded = model.embed_image(mx.array([list(token_ids)]), arrays)
-    mx.async_eval(encoded.embeddings, *encoded.deepstack)  # type: ignore[no-untyped-call]
+    encoded = _embed(model, token_ids, inputs)
+    mx.async_eval(*encoded.arrays)  # type: ignore[no-untyped-call]
     return encoded
+
+
+def _embed(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
+    arrays = {name: mx.array(value) for name, value in inputs.items()}
+    return model.embed_image(mx.array([list(token_ids)]), arrays)
+
+
+class ImagePieces:
+    """The encoding of an image, computed a piece at a time with the bits of `encode`. MLX thread only.
+
+    The whole graph is built at first, lazily. What each module of the encoder returns is where a piece may end.
+    """
+
+    def __init__(self, model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> None:
+        """As `encode`, but submits nothing."""
+        self._outputs: deque[mx.array] = deque()
+        modules = {id(module): module for part in model.encoder_parts for module in part.modules()}
+        taps = Taps(modules.values(), self._note)
+        try:
+            self.encoded = _embed(model, token_ids, inputs)
+        finally:
+            taps.remove()
+
+    @property
+    def num_left(self) -> int:
+        """How many outputs of modules are not submitted."""
+        return len(self._outputs)
+
+    def submit(self, num_outputs: int) -> mx.array:
+        """Submits what the next outputs of modules need, and with the last ones the rest. Returns an array that is
+        evaluated then, for one thread that waits for it."""
+        for _ in range(min(num_outputs, len(self._outputs))):
+            last = self._outputs.popleft()
+        end = mx.stop_gradient(mx.array(0))
+        mx.async_eval(*([last] if self._outputs else self.encoded.arrays), end)  # type: ignore[no-untyped-call]
+        return end
+
+    def _note(self, _: int, output: Any) -> None:
+        self._outputs.extend(array for _, array in tree_flatten(output) if isinstance(array, mx.array))
 
 
 def _joined(parts: Sequence[EncodedImage]) -> EncodedImage | None:

@@ -29,6 +29,8 @@ from mlx_server.outputs import (
     STATES,
     BlockCopies,
     CopyPlace,
+    ImageJob,
+    ImageResult,
     ModelRunnerOutput,
     PoolChange,
     PositionLogprobs,
@@ -535,6 +537,7 @@ class World:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.outputs: list[RequestOutput] = []
+        self.image: ImageJob | None = None  # that is being encoded
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -550,7 +553,8 @@ class World:
     def schedule(self) -> SchedulerOutput | None:
         """Schedules and submits one step, if there is one."""
         output = self.scheduler.schedule(self.now)
-        self._take(self.scheduler.take_starved())
+        self._take(self.scheduler.take_failed())
+        self.image = self.scheduler.images.begin() or self.image
         self.now += self.step_s
         self.scheduler.check_integrity()
         if output is not None:
@@ -575,9 +579,20 @@ class World:
                 self.reasons[output.request_id] = output.finish_reason
         self.outputs.extend(outputs)
 
+    def encode(self, error: str | None = None) -> None:
+        """The image that was begun is encoded, or fails."""
+        job, self.image = self.image, None
+        assert job is not None, "no image was begun"
+        is_encoded = error is None and job.is_wanted
+        self.scheduler.images.end(ImageResult(is_encoded, was_run=True, error=error))
+        self.scheduler.check_integrity()
+
     def step(self) -> SchedulerOutput | None:
-        """One turn of the loop: submits a step if there is one, and fetches one unless there is room ahead."""
+        """One turn of the loop: the image that was begun is encoded; submits a step if there is one, and fetches one
+        unless there is room ahead."""
         num_ended = len(self.reasons)
+        if self.image is not None:
+            self.encode()
         output = self.schedule()
         if self.runner.num_submitted == 0 and self.is_loading:
             assert self.store is not None
@@ -585,7 +600,7 @@ class World:
         elif self.runner.num_submitted == 0:
             is_stuck = self.has_requests and len(self.reasons) == num_ended and not is_starving(self.scheduler)
             is_stuck &= self.scheduler.speculation is None or not self.scheduler.speculation.changes_pool
-            assert not is_stuck, "nothing can run and nothing is awaited"
+            assert not is_stuck or self.image is not None, "nothing can run and nothing is awaited"
         elif output is None or self.runner.num_submitted >= self.depth:
             self.deliver()
         return output

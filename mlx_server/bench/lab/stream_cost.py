@@ -205,7 +205,7 @@ class _Engine(AsyncEngine):
         self._device = device
 
     async def _run(self) -> None:
-        executor = ObservedExecutor(self._device, self.metrics, self._tracer)
+        executor = ObservedExecutor(self._device, None, self.metrics, self._tracer)
         await self.scheduler.run(executor, self._clock, self._deliver)
 
 

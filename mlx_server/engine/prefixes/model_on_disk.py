@@ -19,7 +19,7 @@ import xxhash
 
 from mlx_server.batching.blocks.disk_saves import PIECE_BYTES
 from mlx_server.batching.blocks.prefix_cache import root_hash
-from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
+from mlx_server.batching.scheduler import ContinuousBatchingScheduler, StepExecutor
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig
 from mlx_server.environment import version
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
@@ -117,7 +117,7 @@ async def join_disk(
     return ModelOnDisk(disk, ModelRecords(disk, space, states, rounding), model_key)
 
 
-async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, executor: Executor) -> None:
+async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, executor: StepExecutor) -> None:
     """Saves the prefixes that are worth it, the least recently used first, for up to `FLUSH_S`. The scheduler has
     stopped, and no step is in flight."""
     tier, disk = scheduler.disk, model.disk

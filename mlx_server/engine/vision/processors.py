@@ -102,13 +102,18 @@ class DeepSeekOcrProcessor:
 
 
 class MiniCpmProcessor:
-    """MiniCPM-V's, by mlx-vlm."""
+    """MiniCPM-V's, by mlx-vlm; with sides of 2 patches, as in transformers, where only 2 x 2 become a token. mlx-vlm's
+    are always of 4."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         settings = _needed_settings(folder)
         named = {f"norm_{name}": settings[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in settings}
         theirs = vlm_module("models.minicpmv4_6.processing_minicpmv4_6").MiniCPMVImageProcessor
         self.own = theirs(**{**named, **settings, "downsample_mode": config.get("downsample_mode", "16x")})
+        if self.own.downsample_mode == "4x":
+            self.own._find_best_resize = lambda size, resolution, patch_size, allow_upscale=False: (
+                theirs._find_best_resize(size, resolution, patch_size // 2, allow_upscale)
+            )
 
     def __call__(self, image: Any, return_tensors: str) -> dict[str, Any]:
         return {name: values[0] for name, values in self.own([[image]]).items()}

@@ -8,9 +8,7 @@ from collections.abc import Generator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
@@ -44,18 +42,13 @@ def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> Genera
     family = IMAGE_FAMILIES.get(model.model_type)
     if family is None:
         fault = not_served(model.model_type)
-    elif any(is_adapted(part) for part in _encoder_parts(model)):
+    elif any(is_adapted(part) for part in model.encoder_parts):
         fault = "one of its adapters changes the vision encoder, and all requests share the encoder's results"
     else:
         fault = yield from _difference(model, runner, vocab_size, family)
     if fault:
         logger.warning("Images are not served: %s.", fault)
     return fault
-
-
-def _encoder_parts(model: ReadsImages) -> list[nn.Module]:
-    parts = {name: part for name, part in model.children().items() if name not in ("language_model", "model")}
-    return [part for _, part in tree_flatten(parts, is_leaf=nn.Module.is_module)]
 
 
 def _difference(
@@ -162,6 +155,4 @@ def _ragged_logits(
     last = run(chunk("text", num_text, num_text + 1), chunk("image", cut, end))
     yield 1.0
     decoded = run(chunk("image", end, end + 1))
-    if errors := encoder.take_result().errors:
-        raise RuntimeError(errors["image"])
     return mx.stack([last, decoded])

@@ -11,24 +11,21 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.cache.row_pool import MakeRows
 from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
-from mlx_server.runtime.layers.products import mix_in
+from mlx_server.runtime.layers.taps import Taps
 
 
 class LayerTaps:
-    """The outputs of some `layers` of a model in the forward pass after `open`. A layer's class is replaced by a
-    subclass of it, until `remove`. MLX thread only."""
+    """The outputs of some `layers` of a model in the forward pass after `open`, until `remove`. MLX thread only."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
         self._outputs: dict[int, list[mx.array]] = {}
+        self._num_layers = len(layers)
         self._is_open = False
-        for place, layer in enumerate(self._layers):
-            object.__setattr__(layer, "_tap", lambda output, place=place: self._keep(place, output))
-            mix_in(layer, _Tapped)
+        self._taps = Taps(layers, self._keep)
 
     def open(self) -> None:
         """The next forward pass is kept."""
-        self._outputs = {place: [] for place in range(len(self._layers))}
+        self._outputs = {place: [] for place in range(self._num_layers)}
         self._is_open = True
 
     @property
@@ -38,7 +35,7 @@ class LayerTaps:
 
     def take(self, rows: Sequence[int]) -> mx.array:
         """The outputs `[len(rows), layers * D]` for rows of the batch, lazy."""
-        columns = [self._outputs[place] for place in range(len(self._layers))]
+        columns = [self._outputs[place] for place in range(self._num_layers)]
         self._outputs, self._is_open = {}, False
         # A model that runs by group is called once for each, in the order of their rows.
         outputs = [parts[0] if len(parts) == 1 else mx.concatenate(parts) for parts in columns]
@@ -50,9 +47,7 @@ class LayerTaps:
     def remove(self) -> None:
         """Restores the layers."""
         self._outputs, self._is_open = {}, False
-        for layer in self._layers:
-            layer.__class__ = type(layer).__mro__[2]
-            object.__delattr__(layer, "_tap")
+        self._taps.remove()
 
     def _keep(self, place: int, output: Any) -> None:
         if self._is_open:
@@ -69,15 +64,6 @@ def calls_each_once(model: Any, layers: Sequence[Any]) -> bool:
         return taps.have_one_each
     finally:
         taps.remove()
-
-
-class _Tapped:
-    _tap: Callable[[Any], None]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        self._tap(output)
-        return output
 
 
 class FeatureStates(HiddenStates):

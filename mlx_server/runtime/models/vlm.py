@@ -166,10 +166,13 @@ class VlmModel(ReadsImages):
     def embed_image(self, ids: mx.array, inputs: dict[str, mx.array]) -> EncodedImage:
         if self.model_type in BY_PART:
             return EncodedImage(BY_PART[self.model_type](self, ids, inputs), ())
+        if self.model_type in ("qwen3_vl", "qwen3_vl_moe"):  # whose call for a whole prompt waits for the device, too
+            pixels = inputs["pixel_values"].astype(self.vision_tower.patch_embed.proj.weight.dtype)
+            embeddings, layers = self.vision_tower(pixels, inputs["image_grid_thw"])
+            return EncodedImage(embeddings, tuple(layers))
         others = {name: value for name, value in inputs.items() if name != "pixel_values"}
         made = self.get_input_embeddings(ids, inputs["pixel_values"], mask=mx.ones_like(ids), **others)
-        layers = getattr(made, "deepstack_visual_embeds", None)
-        return EncodedImage(made.inputs_embeds[0], () if layers is None else tuple(layers))
+        return EncodedImage(made.inputs_embeds[0], ())
 
     def plain(self) -> Any:
         return None if self.model_type in BY_PART else self

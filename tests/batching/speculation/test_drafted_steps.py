@@ -18,7 +18,7 @@ from mlx_server.batching.speculation import drafting
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.outputs import RequestOutput, SchedulerOutput
-from mlx_server.request import FinishReason, PromptImage, Request
+from mlx_server.request import FinishReason, Request
 from tests.batching.worlds import (
     FakeConstraint,
     FakeExecutor,
@@ -386,27 +386,3 @@ def test_thousands_of_drafted_requests_leave_nothing_behind(count: int, monkeypa
     assert not slots._undecided
     assert sorted([*slots._slots.tolist(), *slots._spares]) == list(range(slots._num_slots))
     assert slots._num_slots <= 11 + 6
-
-
-def test_no_block_is_given_up_for_a_position_after_drafts_that_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request with an image computes all but its last token again, and drafts follow before that step's result, which
-    tells that the image was encoded. They are wrong, and the next token, at 99, still sees block 1 from 60 on."""
-    monkeypatch.setattr(drafting, "choose_depths", always)
-    world = drafting_world(
-        1.0, depth=2, num_blocks=12, windows=(40,), is_async=True, max_num_batched_tokens=98, bound_stalls=False
-    )
-    world.scheduler.blocks.enable_prefix_caching = False
-    image = PromptImage(60, 20, bytes(32), {})
-    seeing = make_request("seeing", 90, 40, images=(image,), priority=2)
-    world.add(make_request("other", 4, 100, speculate=False), seeing)
-    while seeing.num_tokens < 99:
-        world.schedule()
-        world.deliver()
-    assert world.scheduler.preempt_lowest()
-    world.scheduler.finish_request("other")
-    assert chunks(world.schedule()) == {"seeing": (0, 98)}
-    assert chunks(world.schedule()) == {"seeing": (98, 8)}
-    world.deliver()
-    world.add(make_request("next", 300, 4))  # it takes all blocks that are free
-    world.finish()
-    world.check_tokens()

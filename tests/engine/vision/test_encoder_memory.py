@@ -14,7 +14,7 @@ from mlx_server.config import Config, ModelConfig, ServerConfig
 from mlx_server.engine.memory import need
 from mlx_server.engine.memory.need import estimate_need, vision_bytes
 from mlx_server.runtime.models.random_models import build_random
-from mlx_server.runtime.vision import encode
+from mlx_server.runtime.vision import ImagePieces
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_configs import CONFIGS, IMAGE
 from tests.vision_worlds import patches, tiny_vlm
@@ -66,15 +66,18 @@ def image_of(config: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         *("glm4v", "glm_ocr", "paddleocr_vl", "dots_ocr", "kimi_vl", "lfm2_vl", "internvl"),
     ],
 )
-def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str) -> None:
+@pytest.mark.parametrize("num_outputs", [1, 10**6])
+def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str, num_outputs: int) -> None:
+    """In pieces, and as a whole."""
     config = larger(model_type)
     model = build_random(config, 7, sees=True)
     mx.eval(model.parameters())
     mx.clear_cache()
     held_bytes = mx.get_active_memory()
     mx.reset_peak_memory()
-    made = encode(model, *image_of(config))
-    mx.eval(made.embeddings, *made.deepstack)
+    pieces = ImagePieces(model, *image_of(config))
+    while pieces.num_left:
+        pieces.submit(num_outputs).item()
     taken_bytes = mx.get_peak_memory() - held_bytes
     booked_bytes = vision_bytes(config, max_pixels=(SIDE * PATCH) ** 2, item_bytes=4)
     assert booked_bytes / 4 < taken_bytes <= booked_bytes

@@ -20,7 +20,9 @@ from mlx_server.engine.parts import GivenModels
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import PoolingParams
+from mlx_server.runtime import image_executor, vision
 from mlx_server.runtime.models.loader import LoadedModel
+from mlx_server.runtime.vision import ImagePieces
 from tests.conformance import preempt_every
 from tests.drafters import always
 from tests.engine_worlds import built, greedy
@@ -169,8 +171,9 @@ async def test_an_image_is_encoded_once_while_its_embeddings_are_kept():
         assert runner.images is not None
         assert 0 < runner.images.num_bytes <= runner.images.max_bytes
         runner.images.max_bytes = 0  # as with many images: what nobody is in the middle of goes
-        await answer(engine, "again", prompt_of([range(7, 47), image, QUESTION]))
-        assert (engine.stats().num_images_encoded, runner.images.num_bytes) == (2, 0)
+        for count in (1, 2):
+            await answer(engine, "again", prompt_of([range(count, count + 40), image, QUESTION]))
+            assert (engine.stats().num_images_encoded, runner.images.num_bytes) == (count, 0)
 
 
 async def test_images_that_a_chunk_has_cut_are_kept_for_the_next():
@@ -183,22 +186,46 @@ async def test_images_that_a_chunk_has_cut_are_kept_for_the_next():
         assert runner.images.num_bytes == 0
 
 
-async def test_no_step_has_the_encoder_run_twice(monkeypatch):
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3n", "deepseekocr"])
+async def test_a_stream_has_steps_between_the_pieces_of_an_image(monkeypatch, model_type):
+    monkeypatch.setattr(image_executor, "_PIECE_S", 0.0)  # else tiny models have few pieces
+    happened: list[str] = []
+
+    def noting(name, original):
+        def call(*args):
+            happened.append(name)
+            return original(*args)
+
+        return call
+
+    monkeypatch.setattr(ImagePieces, "submit", noting("piece", ImagePieces.submit))
+    settle = image_executor.ImageExecutor.settle  # on a device where a piece takes 10 ms
+    monkeypatch.setattr(image_executor.ImageExecutor, "settle", lambda self, *_: settle(self, 0.01, 0.0))
+    prompt = prompt_of([range(5, 15), picture(model_type, 1), QUESTION])
+    async with engine_of(model_type) as engine:
+        stream = engine.submit(ask("stream", prompt_of([range(1, 50)]), 400))
+        await anext(aiter(stream))
+        runner = engine._loaded_parts().runner
+        monkeypatch.setattr(runner, "launch", noting("step", runner.launch))
+        assert await answer(engine, "seeing", prompt) == plain_greedy(tiny_vlm(model_type), prompt, NUM_TOKENS)
+        assert engine.stats().num_images_encoded == 1
+        stream.abort()
+    first, last = happened.index("piece"), len(happened) - happened[::-1].index("piece")
+    assert happened[first:last].count("piece") > 20
+    assert happened[first:last].count("step") >= 10
+
+
+async def test_no_step_waits_for_an_image(monkeypatch):
+    """All images are encoded before the steps that compute them, whoever shares them, and each once."""
     prompts = [prompt_of([range(first, first + 3), *[picture("qwen2_5_vl", first + n) for n in (1, 2)], QUESTION])
                for first in (10, 20, 30)]  # fmt: skip
+    prompts += [prompt_of([range(60, 90), *[replace(image, start=0) for image in prompts[1][1]], QUESTION])]
+    vlm = tiny_vlm("qwen2_5_vl")
+    wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
     async with engine_of("qwen2_5_vl", max_num_batched_tokens=512) as engine:
-        per_step: list[int] = []
-        update = engine.scheduler.update
-
-        def counting(output):
-            per_step.append(output.num_images)
-            return update(output)
-
-        monkeypatch.setattr(engine.scheduler, "update", counting)
-        vlm = tiny_vlm("qwen2_5_vl")
-        assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
-        assert max(per_step) == 1
-        assert sum(per_step) == 6
+        monkeypatch.setattr(vision, "encode", lambda *_: pytest.fail("a step encodes an image"))
+        assert await answers(engine, prompts) == wanted
+        assert engine.stats().num_images_encoded == 6
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_moe", "glm4v", "lfm2_vl"])

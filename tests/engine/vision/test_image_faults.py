@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
 
 from mlx_server.engine.engine import EngineState
 from mlx_server.errors import ServeError
-from mlx_server.runtime import vision
-from tests.engine.vision.test_image_answers import NUM_TOKENS, QUESTION, answer, answers, engine_of
+from mlx_server.runtime import image_executor, vision
+from tests.engine.vision.test_image_answers import NUM_TOKENS, QUESTION, answer, answers, ask, engine_of
 from tests.vision_worlds import picture, plain_greedy, prompt_of, tiny_vlm
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, image: object, times: int) -> Callable[[], int]:
     """Has the encoder fail as often at an image; how often it has been asked for it."""
-    encode, asked = vision.encode, 0
+    asked = 0
 
-    def failing(model, token_ids, inputs):
-        nonlocal asked
-        if inputs is image.inputs:
-            asked += 1
-            if asked <= times:
+    class Failing(vision.ImagePieces):
+        def __init__(self, model, token_ids, inputs):
+            nonlocal asked
+            super().__init__(model, token_ids, inputs)
+            self.fails = inputs is image.inputs and asked < times
+            asked += inputs is image.inputs
+
+        def submit(self, num_outputs):
+            if self.fails and self.num_left < 10:  # most of it is done
                 raise RuntimeError("[metal::malloc] no room")
-        return encode(model, token_ids, inputs)
+            return super().submit(num_outputs)
 
-    monkeypatch.setattr(vision, "encode", failing)
+    monkeypatch.setattr(vision, "ImagePieces", Failing)
+    monkeypatch.setattr(image_executor, "_PIECE_S", 0.0)  # else tiny models have few pieces
     return lambda: asked
 
 
@@ -82,3 +88,30 @@ async def test_embeddings_of_cut_images_are_kept_for_one_at_a_time(monkeypatch):
         await answers(engine, prompts)
         assert max(held) == 1, "each image takes three chunks"
         assert engine.stats().num_images_encoded == 4
+
+
+@pytest.mark.parametrize("ends", ["request", "model"])
+async def test_the_encoder_stops_in_the_middle_of_an_image(monkeypatch, ends):
+    monkeypatch.setattr(image_executor, "_PIECE_S", 0.0)
+    left: list[int] = []
+    submit = vision.ImagePieces.submit
+
+    def counting(pieces, num_outputs):
+        left.append(pieces.num_left)
+        if len(left) == 3:
+            loop.call_soon_threadsafe(lambda: (ends == "request" and stream.abort(), stopped.set()))
+        time.sleep(0.01)
+        return submit(pieces, num_outputs)
+
+    monkeypatch.setattr(vision.ImagePieces, "submit", counting)
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    async with engine_of("gemma3n") as engine:
+        stream = engine.submit(ask("seeing", prompt_of([range(5, 15), picture("gemma3n", 1), QUESTION])))
+        if ends == "request":
+            await stopped.wait()
+            assert await answer(engine, "other", prompt_of([range(1, 50)]))
+            assert engine.stats().num_running == engine.stats().num_waiting == 0
+            assert engine._loaded_parts().runner.images.num_bytes == 0
+        else:
+            await stopped.wait()
+    assert 3 <= len(left) < left[0] / 2

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
 from mlx_server.engine.vision import families, seeing
 from mlx_server.engine.vision.decoding import UnreadableImageError, decode
@@ -279,6 +280,19 @@ def test_minicpms_tiles_are_as_mlx_vlms_processor_has_them(tmp_path: Path, size:
     for piece, pixels, sizes in zip(found.pieces, expected["pixel_values"][0], expected["tgt_sizes"][0], strict=True):
         assert np.array_equal(piece.inputs["pixel_values"], pixels)
         assert piece.inputs["tgt_sizes"].tolist() == [sizes.tolist()]
+
+
+@pytest.mark.parametrize("mode", ["4x", "16x"])
+@pytest.mark.parametrize("size", SIZES)
+def test_minicpms_tiles_have_the_sizes_of_transformers(tmp_path: Path, size: tuple[int, int], mode: str):
+    theirs = MiniCPMV4_6ImageProcessorPil(**{**MINICPM.processor, "downsample_mode": mode})
+    expected = theirs(picture(size=size), return_tensors="np")
+    folder = dataclasses.replace(MINICPM, config={**MINICPM.config, "downsample_mode": mode})
+    found = load(folder, tmp_path).prepare(encoded(picture(size=size)))
+    sizes = [piece.inputs["tgt_sizes"][0].tolist() for piece in found.pieces]
+    assert sizes == np.asarray(expected["target_sizes"]).tolist()
+    each = 4 if mode == "4x" else 16
+    assert [piece.num_tokens for piece in found.pieces] == [height * width // each for height, width in sizes]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,240 @@
+"""Images are encoded in turns while others go on; and images that must be computed whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_server.batching.image_turns import with_whole_images
+from mlx_server.request import FinishReason, PromptImage, Request
+from tests.batching.worlds import World, chunks, make_request, make_scheduler, make_world
+
+
+def _image(start: int, seed: int, *, is_bidirectional: bool = False) -> PromptImage:
+    return PromptImage(start, 64, seed.to_bytes(32, "little"), {}, is_bidirectional)
+
+
+def _first_token_step(world: World, name: str, num_short: int) -> int:
+    """The step in which the request `name` has its first token, while each step a short prompt with an image comes."""
+    request = world.requests[name]
+    for step in range(num_short):
+        world.step()
+        if request.output_token_ids:
+            return step
+        world.add(make_request(f"short-{step}", 120, 1, arrival_s=1.0 + step, images=(_image(10, 2 + step),)))
+    raise AssertionError(f"no first token after {num_short} steps: {request}")
+
+
+def test_a_long_prompt_with_an_image_is_not_held_up_by_short_ones() -> None:
+    world = make_world(4000, max_num_batched_tokens=256, max_num_seqs=16)
+    world.add(make_request("long", 3000, 4, arrival_s=0.0, images=(_image(2900, 1),)))
+    # Half of each step is its own: 3,000 / 128 steps and a few.
+    assert _first_token_step(world, "long", 60) < 40
+
+
+def test_clients_share_the_images_of_steps() -> None:
+    """A keeps ten requests open, each with twenty images. B has one, for one of the next steps."""
+    world = make_world(4000, max_num_batched_tokens=512, max_num_seqs=8)
+    for index in range(10):
+        images = tuple(_image(10 + 80 * place, 100 * index + place) for place in range(20))
+        world.add(make_request(f"a{index}", 1700, 2, images=images, client="A", arrival_s=float(index)))
+    for _ in range(5):
+        world.step()
+    world.add(make_request("b", 100, 2, images=(_image(10, 5000),), client="B", arrival_s=20.0))
+    for _ in range(5):
+        world.step()
+    assert world.requests["b"].output_token_ids
+
+
+def test_streams_go_on_while_an_image_is_encoded() -> None:
+    """The request with the image has no seat and no blocks before its image is ready."""
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=2)
+    world.add(make_request("stream", 40, 30, arrival_s=0.0))
+    world.step()
+    world.add(make_request("seeing", 200, 2, images=(_image(10, 1),), arrival_s=1.0))
+    for count in range(5):
+        assert list(chunks(world.schedule())) == ["stream"]
+        world.deliver()
+        assert world.image is not None
+        assert len(world.tokens["stream"]) == 2 + count
+        assert (world.running_ids(), world.waiting_ids()) == (["stream"], ["seeing"])
+    assert "image is not encoded" in world.scheduler.explain(world.requests["seeing"])
+    world.add(make_request("text", 40, 1, arrival_s=2.0))
+    assert list(chunks(world.schedule())) == ["stream", "text"], "it goes before, and does not wait for the image"
+    world.deliver()
+    world.encode()
+    start, num_tokens = chunks(world.schedule())["seeing"]
+    assert (start, num_tokens >= 74) == (0, True)
+    world.deliver()
+    world.finish()
+
+
+def test_a_running_prompt_is_computed_up_to_its_next_image() -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4)
+    world.add(make_request("a", 300, 2, images=(_image(10, 1), _image(100, 2)), arrival_s=0.0))
+    assert world.schedule() is None
+    world.encode()
+    assert chunks(world.schedule()) == {"a": (0, 100)}
+    world.deliver()
+    world.add(make_request("text", 40, 1, arrival_s=1.0))
+    step = world.schedule()
+    assert list(chunks(step)) == ["text"]
+    assert world.scheduler.explain(world.requests["a"]) == "its next image is not encoded yet"
+    world.deliver()
+    assert world.schedule() is None
+    world.encode()
+    assert chunks(world.schedule()) == {"a": (100, 200)}
+    world.deliver()
+    world.finish()
+
+
+def test_an_image_that_fails_ends_its_request_alone() -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4)
+    for number, name in enumerate("abc"):
+        world.add(make_request(name, 200, 2, images=(_image(10, 1),), arrival_s=float(number)))
+    world.schedule()
+    assert world.image is not None
+    assert world.image.request.request_id == "a"
+    world.encode(error="no room")
+    world.finish()
+    assert [world.reasons[name] for name in "abc"] == [FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH]
+    assert "no room" in str(world.outputs[0].error)
+    assert world.scheduler.counters.num_images_encoded == 2
+
+
+def test_an_image_that_nobody_waits_for_is_given_up() -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4)
+    world.add(*[make_request(name, 200, 2, images=(_image(10, ord(name)),), arrival_s=ord(name)) for name in "ab"])
+    world.schedule()
+    job = world.image
+    assert job is not None
+    assert job.is_wanted
+    world.scheduler.finish_request("a")
+    assert not job.is_wanted
+    world.encode()
+    world.schedule()
+    assert world.image is not None
+    assert world.image.request.request_id == "b"
+    world.finish()
+
+
+@pytest.mark.parametrize("priority", [0, 2])
+def test_a_better_tier_s_image_goes_before_one_that_waits_for_its_seat(priority: int) -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=2)
+    world.add(make_request("first", 200, 2, images=(_image(10, 1),), arrival_s=0.0, priority=1))
+    world.schedule()
+    world.add(*[make_request(name, 20, 60, arrival_s=1.0) for name in "xy"])
+    world.step()
+    assert world.waiting_ids() == ["first"], "the seats were taken meanwhile"
+    world.add(make_request("second", 200, 2, images=(_image(10, 2),), arrival_s=2.0, priority=priority))
+    world.step()
+    if priority:
+        assert world.image is None
+    else:
+        assert world.image is not None
+        assert world.image.request.request_id == "second"
+    world.finish()
+
+
+def _whole(name: str, start: int, num_tokens: int = 300, **more: Any) -> Request:
+    return make_request(name, num_tokens, 2, images=(_image(start, hash(name) % 97, is_bidirectional=True),), **more)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_tokens", "given"),
+    [
+        *((0, 9, 9), (0, 10, 10), (0, 11, 10), (0, 73, 10), (0, 74, 74), (0, 90, 90)),
+        *((10, 1, 64), (10, 70, 70), (32, 1, 42), (32, 50, 50), (32, 0, 0), (74, 5, 5)),
+    ],
+)
+def test_no_chunk_ends_within_an_image_that_must_be_whole(num_computed: int, num_tokens: int, given: int) -> None:
+    request = _whole("a", 10)
+    request.num_computed_tokens = num_computed
+    assert with_whole_images(request, num_tokens) == given
+
+
+def test_such_images_are_computed_in_one_step_beside_others() -> None:
+    """Although a step has no more tokens than one image, and others have half of these."""
+    world = make_world(4000, max_num_batched_tokens=64, max_num_seqs=16)
+    requests = [_whole(f"r{index}", 7 + 29 * index, arrival_s=float(index)) for index in range(5)]
+    text = make_request("text", 400, 8, arrival_s=0.5)
+    world.add(*requests, text)
+    num_whole = 0
+    while world.has_requests:
+        if world.image is not None:
+            world.encode()
+        if (step := world.schedule()) is None:
+            continue
+        for request in requests:
+            (image,), chunk = request.images, chunks(step).get(request.request_id)
+            if chunk is not None and chunk[0] < image.end and image.start < sum(chunk):
+                assert chunk[0] <= image.start
+                assert sum(chunk) >= image.end
+                num_whole += 1
+        world.deliver()
+    assert num_whole == len(requests)
+    world.check_tokens()
+
+
+def test_blocks_behind_a_window_can_be_hit_once_the_image_before_them_is_certain() -> None:
+    """The step behind the image's is composed before that one's result: what it no longer sees is not given up before
+    it is cached."""
+    scheduler = make_scheduler(200, is_async=True, windows=(None, 24), max_num_batched_tokens=128, max_num_seqs=4)
+    world, hits = World(scheduler, depth=2), []
+    for name in ("first", "second"):
+        request = make_request(name, list(range(156)), 2, images=(_image(10, 1, is_bidirectional=True),))
+        world.add(request)
+        world.finish()
+        hits.append(request.num_cached_tokens)
+    assert hits == [0, 128]
+
+
+@pytest.mark.parametrize("how", ["ended", "cannot start"])
+def test_a_turn_that_nobody_takes_is_another_s(how: str) -> None:
+    """The image of the request whose turn it is is ready, but the request has ended since, or cannot start: the other
+    goes on at its own, and may hold what the first one waits for."""
+    world = make_world(300, max_num_batched_tokens=256, max_num_seqs=8)
+    world.add(make_request("b", 400, 2, images=(_image(0, 3), _image(100, 2)), arrival_s=1.0))
+    world.step()
+    world.add(make_request("a", 400, 2, images=(_image(0, 1),), arrival_s=0.0))
+    world.step()
+    assert world.image is not None
+    assert (world.image.request.request_id, world.running_ids()) == ("a", ["b"])
+    if how == "ended":
+        world.scheduler.finish_request("a")
+    else:
+        world.scheduler.hold_admission(True)
+    world.step()
+    assert world.image is not None
+    assert world.image.request.request_id == "b"
+    world.scheduler.hold_admission(False)
+    world.finish()
+
+
+def test_a_prompt_that_is_preempted_at_its_second_image_sees_the_first_again() -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4)
+    world.scheduler.blocks.enable_prefix_caching = False
+    world.add(make_request("other", 40, 60, arrival_s=0.0))
+    world.step()
+    world.add(make_request("a", 300, 2, images=(_image(10, 1), _image(100, 2)), arrival_s=1.0))
+    while world.image is None or world.image.image.start != 100:
+        world.step()
+    assert world.scheduler.preempt_lowest()
+    assert world.waiting_ids() == ["a"]
+    world.finish()
+    assert world.reasons["a"] is FinishReason.LENGTH
+
+
+def test_a_short_image_that_comes_again_is_no_decode() -> None:
+    """After a preemption, with less than a block to compute."""
+    world = make_world(300, max_num_batched_tokens=256, max_num_seqs=4)
+    request = make_request("a", 40, 20, images=(PromptImage(20, 16, bytes(32), {}, True),))
+    world.add(request)
+    for _ in range(3):
+        world.step()
+    table, num_computed = world.scheduler._table, request.num_computed_tokens
+    assert not table.is_prefilling(request)
+    request.num_computed_tokens = 19
+    assert table.is_prefilling(request)
+    request.num_computed_tokens = num_computed

@@ -1,0 +1,140 @@
+"""The vision encoder on the MLX thread: how much is queued, what a piece has, and what ends an image."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_server.outputs import ImageJob, ImageResult
+from mlx_server.request import FinishReason, PromptImage, Request
+from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.image_executor import ImageExecutor
+from mlx_server.sampling_params import SamplingParams
+
+NUM_OUTPUTS = 1000
+
+
+class Pieces:
+    """Of an image with NUM_OUTPUTS outputs of modules. `before(n)` is called before the n-th piece."""
+
+    def __init__(self, before: Callable[[int], None]) -> None:
+        self.num_left, self.encoded, self.sizes = NUM_OUTPUTS, "image", list[int]()
+        self._before = before
+
+    def submit(self, num_outputs: int) -> mx.array:
+        self._before(len(self.sizes))
+        self.sizes.append(min(num_outputs, self.num_left))
+        self.num_left -= self.sizes[-1]
+        return mx.array(0)
+
+
+class Encoder:
+    def __init__(self, before: Callable[[int], None] = lambda count: None) -> None:
+        self.pieces, self.kept = Pieces(before), list[Any]()
+
+    def begin(self, job: ImageJob) -> Pieces:
+        return self.pieces
+
+    def keep(self, job: ImageJob, encoded: Any) -> None:
+        self.kept.append(encoded)
+
+
+class Timed(ImageExecutor):
+    """Pieces take `each_s` for each output of a module. `most_queued` is how many were on the device at a time."""
+
+    each_s, most_queued = 0.0, 0
+
+    def settle(self, step_time_s: float, idle_time_s: float) -> None:
+        self.most_queued = max(self.most_queued, len(self._launched))
+        super().settle(self.each_s * self._launched[0].num_outputs, 0.0)
+
+
+def job() -> ImageJob:
+    image = PromptImage(1, 2, bytes(32), {})
+    return ImageJob(
+        Request("r", [1, 2, 2], SamplingParams(), arrival_s=0.0, max_total_tokens=9, images=(image,)), image
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["at launch", "by itself"])
+def thread(request: pytest.FixtureRequest) -> Iterator[MLXThread]:
+    made = MLXThread(computes_at_launch=request.param)
+    yield made
+    made.stop()
+
+
+async def encode(thread: MLXThread, encoder: Any, job: ImageJob, each_s: float = 0.0) -> tuple[Timed, ImageResult]:
+    executor = Timed(thread, encoder)
+    executor.each_s = each_s
+    return executor, await asyncio.wait_for(executor.encode(job), 30)
+
+
+@pytest.mark.parametrize(("each_s", "largest"), [(1.0, 1), (0.001, 10), (0.0001, 100)])
+async def test_a_piece_takes_ten_milliseconds_or_is_one_module(thread, each_s, largest):
+    encoder = Encoder()
+    executor, result = await encode(thread, encoder, job(), each_s)
+    assert result == ImageResult(is_encoded=True, was_run=True)
+    assert encoder.kept == ["image"]
+    sizes = encoder.pieces.sizes
+    assert (sum(sizes), sizes[0], max(sizes)) == (NUM_OUTPUTS, 1, largest)
+    assert executor.most_queued <= (1 if thread.computes_at_launch else 2)
+
+
+async def test_an_image_whose_request_has_ended_stops_at_the_next_piece(thread):
+    wanted = job()
+
+    def leave(count: int) -> None:
+        if count == 3:
+            wanted.request.finish_reason = FinishReason.ABORT
+
+    encoder = Encoder(leave)
+    _, result = await encode(thread, encoder, wanted, 1.0)
+    assert result == ImageResult(is_encoded=False, was_run=True)
+    assert (encoder.pieces.sizes, encoder.kept) == ([1] * 4, [])
+
+
+async def test_an_error_in_a_piece_fails_the_image_and_not_the_next(thread):
+    def fail(count: int) -> None:
+        if count == 3:
+            raise RuntimeError("no room")
+
+    executor, result = await encode(thread, Encoder(fail), job(), 1.0)
+    assert result == ImageResult(is_encoded=False, was_run=True, error="RuntimeError: no room")
+    executor._encoder = Encoder()
+    assert (await asyncio.wait_for(executor.encode(job()), 30)).is_encoded
+
+
+async def test_an_error_of_the_device_fails_the_image(thread):
+    executor, encoder = Timed(thread, Encoder()), Encoder()  # type: ignore[arg-type]
+    executor._encoder = encoder
+    encoder.pieces._before = lambda count: thread.judge(RuntimeError("[METAL] lost")) if count == 3 else None
+    result = await asyncio.wait_for(executor.encode(job()), 30)
+    if thread.computes_at_launch:
+        assert result.is_encoded, "nothing was on the device"
+    else:
+        assert (result.is_encoded, encoder.kept) == (False, [])
+        assert result.error == "RuntimeError: [METAL] lost"
+
+
+async def test_nobody_waits_for_a_thread_that_has_stopped():
+    thread = MLXThread()
+    thread.stop()
+    _, result = await encode(thread, Encoder(), job())
+    assert result == ImageResult(is_encoded=False, was_run=False, error="the MLX thread has stopped")
+
+
+async def test_pieces_pause_while_others_use_the_device(thread):
+    """Not before the first one is over, which does not know yet."""
+    encoder = Encoder(lambda count: thread.charge(others, 0.001) if count < 5 else None)
+    others, paused = Timed(thread, Encoder()), []  # type: ignore[arg-type]
+    executor = Timed(thread, encoder)  # type: ignore[arg-type]
+    executor.each_s = 0.01
+    go_on = executor._go_on
+    executor._go_on = lambda: (paused.append(len(encoder.pieces.sizes)), go_on())[1]  # type: ignore[method-assign]
+    assert (await asyncio.wait_for(executor.encode(job()), 30)).is_encoded
+    assert 3 <= len(paused) <= 6
+    assert max(paused) <= 6
