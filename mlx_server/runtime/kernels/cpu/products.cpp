@@ -137,7 +137,7 @@ class Affine8Rows : public AffineRows<1> {
   }
   template <int kHalf>
   Floats get(int i, int64_t k) const {
-    return fused(widen(load_bytes(row_[i] + k + kHalf * kLanes)), scale_[i], bias_[i]);
+    return fused_in_first(widen(load_bytes(row_[i] + k + kHalf * kLanes)), scale_[i], bias_[i]);
   }
 
  private:
@@ -166,7 +166,7 @@ class Affine4Rows : public AffineRows<2> {
     return numbers;
 #else
     const Bytes codes = load_bytes(row_[i] + k / 2);
-    return fused(widen(kHalf == 0 ? codes & 15 : codes >> 4), scale_[i], bias_[i]);
+    return fused_in_first(widen(kHalf == 0 ? codes & 15 : codes >> 4), scale_[i], bias_[i]);
 #endif
   }
 

@@ -64,13 +64,25 @@ inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)(((Ints)
 
 // a * b + c, rounded once if the CPU can. Explicit, so that bits do not depend on a compiler's choice.
 inline Floats fused(Floats a, Floats b, Floats c) {
-#if defined(__FMA__)
+#if defined(__AVX512F__) || (defined(__FMA__) && defined(__clang__))
   asm("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
   return c;
+#elif defined(__FMA__)
+  return __builtin_ia32_vfmaddps256(a, b, c);
 #elif defined(__aarch64__)
   return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
+#endif
+}
+
+// The same where a is not used again, and b and c are: the result takes a's register, which saves a move.
+inline Floats fused_in_first(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  asm("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "v"(c));
+  return a;
+#else
+  return fused(a, b, c);
 #endif
 }
 
