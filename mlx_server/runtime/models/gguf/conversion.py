@@ -121,11 +121,14 @@ class Conversion:
 
 class _Reader(GGUFReader):  # type: ignore[misc]
     """The package's reader, which calls itself for each element of an array: half a second for a vocabulary. This one
-    reads an array at once, as one part of numbers or a part for each string."""
+    reads an array at once, as one part of numbers or a part for each string. An array ends within the file."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        if self.byte_order != "I":  # the package does not swap the scales of blocks
+            little = "`gguf-convert-endian FILE little` of the package gguf"
+            raise ValueError(f"it is big-endian, and only little-endian files are read; {little} changes it")
         start = orig_offs + 12
-        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+        if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
         raw_kind, count = struct.unpack("=IQ", self.data[orig_offs:start])
         kind = GGUFValueType(raw_kind)
@@ -137,9 +140,11 @@ class _Reader(GGUFReader):  # type: ignore[misc]
                 parts.append(memory[end + 8 : (end := end + 8 + size)])
         elif kind in self.gguf_scalar_to_np:
             parts = [self._get(start, self.gguf_scalar_to_np[kind], count)]
-            end = start + parts[0].nbytes
+            end = start + count * parts[0].itemsize
         else:
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+        if end > len(self.data):
+            raise ValueError(f"an array of {count} elements ends {end - len(self.data)} bytes after the file")
         return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, kind]
 
 

@@ -110,24 +110,53 @@ def test_what_is_no_gguf_is_refused(tmp_path):
         convert(tmp_path / "text.gguf", tmp_path / "model", WeightFormat.PACKED)
 
 
-@pytest.mark.parametrize("order", GGUFEndian)
-def test_metadata_is_what_the_package_reads(order: GGUFEndian, tmp_path: Path) -> None:
-    path = tmp_path / "facts.gguf"
+def write_facts(path: Path, arrays: dict[str, list[Any]], order: GGUFEndian = GGUFEndian.LITTLE) -> Path:
     writer = GGUFWriter(str(path), "llama", endianess=order)
-    arrays = {"words": ["a", "", "Ġé"], "ids": [3, -1], "scores": [0.5, 1.5], "flags": [True, False]}
+    writer.add_uint32("first", 7)
     for name, values in arrays.items():
         writer.add_array(name, values)
-    writer.add_uint32("last", 7)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
+    return path
+
+
+def test_metadata_is_what_the_package_reads(tmp_path: Path) -> None:
+    arrays: dict[str, list[Any]] = {"words": ["a", "", "Ġé"], "ids": [3, -1], "scores": [0.5, 1.5], "n": [[1, 2], [3]]}
+    arrays["flags"] = [True, False]
+    path = write_facts(tmp_path / "facts.gguf", arrays)
     fields = conversion._Reader(path).fields
     read = {name: field.contents() for name, field in fields.items()}
     assert read == {name: field.contents() for name, field in GGUFReader(path).fields.items()}
-    assert {name: read[name] for name in arrays} == arrays
-    assert read["last"] == 7
-    if order is GGUFEndian.LITTLE:
-        assert len(fields["ids"].parts) == 3 + 1, "all numbers are read at once"
+    assert {name: read[name] for name in arrays} == arrays | {"n": [1, 2, 3]}
+    assert read["first"] == 7
+    assert len(fields["ids"].parts) == 3 + 1, "all numbers are read at once"
+
+
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    """The package swaps the bytes of numbers, but not of the scales of quantised blocks."""
+    path = write_facts(tmp_path / "facts.gguf", {"ids": [3, -1]}, GGUFEndian.BIG)
+    with pytest.raises(ModelLoadError, match="only little-endian files are read; `gguf-convert-endian FILE little`"):
+        convert(path, tmp_path / "model", WeightFormat.PACKED)
+
+
+@pytest.mark.parametrize("count", [4, 1 << 60])
+@pytest.mark.parametrize("values", [[1, 2, 3], [True] * 3, ["a", "b", "c"], [[1], [2], [3]]], ids=str)
+def test_an_array_that_ends_after_the_file_is_refused(values: list[Any], count: int, tmp_path: Path) -> None:
+    path = write_facts(tmp_path / "facts.gguf", {"last": values})
+    content = bytearray(path.read_bytes())
+    place = content.index(b"last") + 4 + 4 + 4
+    assert content[place : place + 8] == (3).to_bytes(8, "little")
+    path.write_bytes(content[:place] + count.to_bytes(8, "little") + content[place + 8 :])
+    with pytest.raises(ModelLoadError, match="not a readable GGUF file"):
+        convert(path, tmp_path / "model", WeightFormat.PACKED)
+
+
+def test_a_string_of_an_array_ends_within_the_file(tmp_path: Path) -> None:
+    path = write_facts(tmp_path / "facts.gguf", {"last": ["a", "b", "long"]})
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ModelLoadError, match="an array of 3 elements ends 2 bytes after the file"):
+        convert(path, tmp_path / "model", WeightFormat.PACKED)
 
 
 @pytest.mark.parametrize("within", ["tokens", "token_type"])
