@@ -201,8 +201,8 @@ class PriorityQueueWithAging:
             self._release(block_hash)
 
     def begin_step(self) -> None:
-        """A step is composed while requests wait: brings the turns up to date with what was computed since the last
-        one, and unparks requests that have waited too long for a prefix."""
+        """A step is composed while requests wait or prompts run: brings the turns up to date with what was computed
+        since the last one, and unparks requests that have waited too long for a prefix."""
         self._heads = None
         for tier in self._tiers.values():
             if tier.is_shared:

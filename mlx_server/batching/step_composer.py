@@ -43,6 +43,8 @@ class StepComposer:
         if table.has_waiting:
             self._policy.preempt_worse(step)
         prefilling = self._add_decodes(step)
+        if prefilling and not table.has_waiting:
+            table.waiting.begin_step()
         if prefilling or table.has_waiting:
             self._policy.share_out(step, prefilling)
             for request, num_tokens in step.given.items():

@@ -14,7 +14,7 @@ from mlx_server.batching.fair_order import FairOrder, OrderedRequests
 from mlx_server.batching.limits import QueueLimits
 from mlx_server.errors import QueueFullError, QuotaExceededError
 from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken
-from mlx_server.request import Priority, Request
+from mlx_server.request import Priority, Request, RequestStatus
 from tests.batching.worlds import make_request, make_scheduler, step_seconds, waiting
 
 
@@ -309,6 +309,20 @@ def test_long_streams_count_while_they_run() -> None:
     for _ in range(300):
         device.step()
     assert abs(device.served["A"] - device.served["B"]) <= 8 * (50 + 2 * 3) + 4 * 2
+
+
+def test_streams_count_between_prompts_that_run_while_none_waits() -> None:
+    device = Device(max_num_seqs=16)
+    for _ in range(10):
+        device.add("A", 32, 5000)
+    device.step()
+    prompts = [device.requests[device.add(client, 12_000, 10)] for client in "AB"]
+    before = device.served.copy()
+    for _ in range(60):
+        device.step()
+    assert all(request.status is RequestStatus.RUNNING for request in prompts), "none waits"
+    served = device.served - before
+    assert abs(served["A"] - served["B"]) < 200
 
 
 def test_who_runs_before_an_older_request_of_another_client_has_not_aged_past_it() -> None:
