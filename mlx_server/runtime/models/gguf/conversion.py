@@ -46,9 +46,8 @@ class Conversion:
     @classmethod
     def of(cls, sources: Sequence[Path], weight_format: WeightFormat) -> Conversion:
         """Reads the metadata of a model's files. Raises `ModelLoadError`."""
-        readers = [_open(path) for path in sources]
-        metadata = {name: field.contents() for name, field in readers[0].fields.items()}
-        found = [tensor for reader in readers for tensor in reader.tensors]
+        files = [_read(path) for path in sources]
+        metadata, found = files[0][0], [tensor for _, tensors in files for tensor in tensors]
         architecture = find_architecture(str(metadata.get("general.architecture")), str(sources[0]))
         check_vocabulary(metadata, sources[0])
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in found}
@@ -148,9 +147,11 @@ class _Reader(GGUFReader):  # type: ignore[misc]
         return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, kind]
 
 
-def _open(path: Path) -> GGUFReader:
+def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """The metadata and the tensors of a file."""
     try:
-        return _Reader(path)
+        reader = _Reader(path)
+        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
     except Exception as error:  # the package's reader checks little
         raise ModelLoadError(f"{path} is not a readable GGUF file: {error}") from error
 

@@ -152,6 +152,13 @@ def test_an_array_that_ends_after_the_file_is_refused(values: list[Any], count: 
         convert(path, tmp_path / "model", WeightFormat.PACKED)
 
 
+def test_texts_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
+    path = write_facts(tmp_path / "facts.gguf", {"last": ["ab", "é"]})
+    path.write_bytes(path.read_bytes()[:-2] + b"\xff\xfe")
+    with pytest.raises(ModelLoadError, match="not a readable GGUF file: 'utf-8' codec can't decode"):
+        convert(path, tmp_path / "model", WeightFormat.PACKED)
+
+
 def test_a_string_of_an_array_ends_within_the_file(tmp_path: Path) -> None:
     path = write_facts(tmp_path / "facts.gguf", {"last": ["a", "b", "long"]})
     path.write_bytes(path.read_bytes()[:-2])
