@@ -32,7 +32,7 @@ _MAX_SHOWN_CHARS = 100
 
 class HeldBody:
     """The bytes of one request's body, counted from their arrival until they are read: parsed, and the prompts made of
-    them."""
+    them. Until then the request may wait for a model, for images or for a thread."""
 
     def __init__(self, held: Counter[str], caller: Caller) -> None:
         """`held` counts the bytes of all requests, by key and by tier."""

@@ -16,7 +16,6 @@ from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_info
-from mlx_server.api.http.access import HeldBody
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import parse_json
 from mlx_server.api.http.text_turns import TextTurn
@@ -37,9 +36,8 @@ class _JsonRequest(Request):
         """`field` is FastAPI's description of the body: its `validate` returns the model, or a list of errors. A body
         that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body that does
         not fit the route's schema, and what `parse_json` raises."""
-        context, held, body = self.app.state.context, self.state.held_body, await self.body()
+        context, body = self.app.state.context, await self.body()
         assert isinstance(context, ServerContext)
-        assert isinstance(held, HeldBody)
         if (encoding := self.headers.get("content-encoding", "identity")) != "identity":
             raise InvalidRequestError(
                 f"The body is encoded as {encoding[:40]}; this server does not decode bodies. Send it "
@@ -53,8 +51,6 @@ class _JsonRequest(Request):
                 requester = Requester(caller.identity, caller.tier.priority)
                 self._json = await context.text_workers.parse(requester, len(body), lambda: _validated(body, field))
             self._body = b"{}"
-        if self.url.path not in GENERATING_PATHS:  # those count until their prompts are made: they may wait for a model
-            held.release()
 
     async def json(self) -> Any:
         return self._json

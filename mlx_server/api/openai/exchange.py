@@ -169,7 +169,7 @@ class Exchange:
         return Response(content, headers=headers, media_type="application/json")
 
     async def _start(self, plan: Plan, writer: Writer) -> Generation:
-        self.body.forget_chat()
+        self.body.forget_prompt()
         self.request.state.held_body.release()
         generation = await self.context.generations.start(self.engine, self._job(plan, writer.response_id))
         self.request.state.is_counted = True

@@ -62,6 +62,11 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+_PROMPT_FIELDS = frozenset(
+    ("context", "images", "input", "input_extra", "input_prefix", "input_suffix", "messages", "prompt", "suffix")
+)
+"""What prompts are made of, in all protocols."""
+
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _StopList = Annotated[list[_StopString], FIRST_ERROR, Field(max_length=MAX_STOP_STRINGS)]
 StopStrings = Annotated[_StopList, BeforeValidator(_as_list, json_schema_input_type=_StopString | _StopList)]
@@ -266,11 +271,11 @@ class GenerationFields(RequestFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
 
-    def forget_chat(self) -> None:
-        """Frees what only the prompt is made of: its members may have megabytes that nothing reads, and a request may
-        wait in the queue for long."""
-        for name in {"input", "messages"} & self.model_fields_set:
-            setattr(self, name, [])
+    def forget_prompt(self) -> None:
+        """Empties what only the prompt is made of: it may have megabytes that no prompt has, and a request may wait in
+        the queue for long."""
+        for name in _PROMPT_FIELDS & self.model_fields_set:
+            setattr(self, name, type(getattr(self, name))())
 
     @property
     def num_samples(self) -> int:

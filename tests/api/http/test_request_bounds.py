@@ -301,12 +301,43 @@ async def test_bodies_count_until_their_prompts_are_made(world: World, monkeypat
     assert [(await one).status_code for one in (first, second)] == [200, 200]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize"])
+async def test_bodies_count_while_their_tokens_wait_to_be_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.setattr(access, "MAX_HELD_BYTES", 1000)
+    world.configure_server()
+    is_formatting, may_go_on = world.hold_formatting(monkeypatch)
+    message = {"role": "user", "content": "Hi", "junk": "x" * 600}
+    body = {"input" if "responses" in path else "messages": [message]}
+    first = asyncio.create_task(world.http.post(path, json=body))
+    await until(is_formatting.is_set)
+    refused = await world.http.post(path, json=body)
+    assert (refused.status_code, "are not read yet" in refused.text) == (429, True)
+    may_go_on.set()
+    assert (await first).status_code == 200
+    assert (await world.http.post(path, json=body)).status_code == 200
+
+
+LONG_TEXT = "word " * 100_000
+CUT: dict[str, Any] = {"prompt": LONG_TEXT, "truncate_prompt_tokens": 5}
+JUNK = {"role": "user", "content": "Hi", "junk": ["x" * 1000 + str(number) for number in range(1000)]}
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-async def test_what_nobody_reads_is_not_held_while_an_answer_is_generated(world: World, path: str, is_streamed: bool):
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        *((path, {field: [JUNK]}) for path, field in PATHS.items()),
+        *((path, CUT) for path in ("/v1/completions", "/api/generate")),
+        ("/api/generate", {**CUT, "raw": True}),
+    ],
+)
+async def test_what_nobody_reads_is_not_held_while_an_answer_is_generated(
+    world: World, path: str, given: dict[str, Any], is_streamed: bool
+):
     world.engine.gate.clear()
-    message = {"role": "user", "content": "Hi", "junk": ["x" * 1000 + str(number) for number in range(1000)]}
-    body = {PATHS[path]: [message], "max_tokens": 5, "stream": is_streamed}
+    body = {**given, "max_tokens": 5, "stream": is_streamed}
     tracemalloc.start()
     try:
         asking = [asyncio.create_task(world.http.post(path, json=body)) for _ in range(3)]
