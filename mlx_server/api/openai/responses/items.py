@@ -66,10 +66,10 @@ def normalise_input(
 def with_own_ids(items: Iterable[KeptItem], taken: Iterable[str]) -> KeptItems:
     """The items as they are kept. One whose id is `taken`, or that of an item before it, gets a fresh one, since pages
     of items begin after an id; so does one whose id cannot be part of a path, or is long."""
-    seen = set(taken)
+    seen = {"", ".", "..", *taken}
 
     def own(kept: KeptItem) -> KeptItem:
-        if kept.id in seen or not kept.id or "/" in kept.id or len(kept.id) > _MAX_ID_CHARS:
+        if kept.id in seen or "/" in kept.id or len(kept.id) > _MAX_ID_CHARS:
             item = kept.read()
             called = {"call_id": _call_id(item)} if _is_of_call(item) else {}
             kept = KeptItem.of({**item, **called, "id": _fresh_id(KINDS.get(item["type"], _UNREAD))})
@@ -81,12 +81,17 @@ def with_own_ids(items: Iterable[KeptItem], taken: Iterable[str]) -> KeptItems:
 
 def cut_points(items: Sequence[Item]) -> list[int]:
     """The numbers of normalised items at the beginning that can be left out without separating a call from its output.
-    The last item stays."""
-    call_ids = [_call_id(item) if _is_of_call(item) else None for item in items]
-    last = {call_id: index for index, call_id in enumerate(call_ids) if call_id is not None}
+    A later call may have the id of an earlier one: some clients number the calls of each turn. The last item stays."""
+    ends, last = dict[str, int](), list(range(len(items)))
+    for index in reversed(range(len(items))):
+        item = items[index]
+        if _is_of_call(item):
+            last[index] = ends.setdefault(_call_id(item), index)
+            if not item["type"].endswith("_output"):
+                del ends[_call_id(item)]
     cuts, open_until = list[int](), 0
-    for index, call_id in enumerate(call_ids[:-1]):
-        open_until = max(open_until, index if call_id is None else last[call_id])
+    for index, end in enumerate(last[:-1]):
+        open_until = max(open_until, end)
         if open_until == index:
             cuts.append(index + 1)
     return cuts

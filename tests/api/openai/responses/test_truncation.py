@@ -195,6 +195,8 @@ async def test_no_call_is_separated_from_its_output():
     items = [said("a"), called("1"), called("2"), called("1", "x"), said("b"), called("2", "y"), called("3", "z")]
     assert cut_points(items) == [1, 6]
     assert cut_points([said("a")]) == cut_points([]) == []
+    numbered = [item for name in "abc" for item in (said(name), called("1"), called("1", name))]
+    assert cut_points([*numbered, called("2"), called("1", "late")]) == [1, 3, 4, 6, 7]
     shells = [
         {"type": "shell_call", "id": "s"},
         {"type": "reasoning", "id": "r"},
