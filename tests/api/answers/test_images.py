@@ -482,6 +482,9 @@ async def test_a_chat_with_too_many_images_is_cut_like_one_that_is_too_long(
     assert 2 <= len(seen(seer)) <= 4
     answer = await seer.http.post("/v1/responses", json={**body, "truncation": "disabled"})
     assert "is image 5 of the request; the most is 4" in answer.text
+    broken = user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}])
+    answer = await seer.http.post("/v1/responses", json={**body, "input": [*body["input"], *broken]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[13].content[0]")
     alone = user([shot[0]["content"][0]] * 5)
     answer = await seer.http.post("/v1/responses", json={**body, "input": [*body["input"], *alone]})
     assert "is image 5 of the request; the most is 4" in answer.text

@@ -298,3 +298,6 @@ PASSED_OVER = frozenset(
     )
 )
 """Items that are not read: not text, or written for another server."""
+
+LEFT_OUT: Item = {"type": "compaction"}
+"""Stands in the place of an item that is left out, so that errors name the others by their places in the request."""

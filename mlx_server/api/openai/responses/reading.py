@@ -13,7 +13,7 @@ from mlx_server.api.answers.chat_plan import ChatCall
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES, MAX_MESSAGES
-from mlx_server.api.openai.responses.items import left_out, normalise_input, referenced_ids, with_own_ids
+from mlx_server.api.openai.responses.items import LEFT_OUT, left_out, normalise_input, referenced_ids, with_own_ids
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import Item, KeptItem, KeptItems, KeptRecords, Record, total_bytes
 from mlx_server.engine.vision.parts import ImageParts
@@ -111,11 +111,8 @@ class Reading:
     def write(self, parsed: Parsed, images: ImageParts | None, num_left_out: int = 0) -> ChatCall:
         """The call without the oldest items. Raises `InvalidRequestError`."""
         gone = left_out(parsed.items, num_left_out)
-        earlier, items = list[Item](), list[Item]()
-        for index, item in enumerate(parsed.items):
-            if index not in gone:
-                (earlier if index < parsed.num_earlier else items).append(item)
-        return self._body.call(images, items, earlier)
+        items = [LEFT_OUT if index in gone else item for index, item in enumerate(parsed.items)]
+        return self._body.call(images, items[parsed.num_earlier :], items[: parsed.num_earlier])
 
 
 async def _earlier(body: ResponsesRequest, stores: Stores) -> KeptItems:
