@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from mlx_server.api.answers import images
 from mlx_server.config import Config, ServerConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.request_stream import GenerationRequest, make_request
+from mlx_server.engine.request_stream import GenerationRequest, ModelLimits, make_request
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision import decoding, parts
@@ -408,8 +408,17 @@ async def test_a_context_that_is_full_tells_how_much_of_it_are_images():
     request = GenerationRequest(
         request_id="a", prompt_token_ids=[1] * 20, sampling=SamplingParams(), images=(image, image)
     )
+    limits = ModelLimits(
+        model_name="m",
+        vocab_size=9,
+        max_model_len=16,
+        eos_token_ids=frozenset(),
+        no_vision="",
+        count_placeholders=lambda *_: None,
+        largest_chunk=16,
+    )
     with pytest.raises(ContextLengthError, match=r"20 tokens > 15 max.* images have 12 tokens; send fewer or smaller"):
-        make_request(request, arrival_s=0.0, model_name="m", vocab_size=9, max_model_len=16, eos_token_ids=frozenset())
+        make_request(request, limits, arrival_s=0.0)
 
 
 @pytest.mark.parametrize("keep", [3, -1])
