@@ -182,8 +182,8 @@ class ModelPool:
         while model.state is ModelState.DRAINING:
             await self._changes.wait()
             self._check_alive()
-        if not model.is_ready:
-            model.is_asked_for = True
+        model.is_asked_for, model.last_used_s = not model.is_ready, self._clock()  # a load is a use
+        if model.is_asked_for:
             await self._wait_for_load(model)
         return model
 

@@ -421,6 +421,19 @@ async def test_an_unload_ends_a_load_that_only_admins_asked_for():
         assert world.states() == {"a": "unloaded"}
 
 
+async def test_a_load_of_a_model_that_is_ready_counts_as_a_use_of_it():
+    async with world_of("a", idle_ttl_s=10.0) as world:
+        await world.use("a")
+        world.now_s += 9.0
+        await world.pool.load("a")
+        world.now_s += 9.0
+        await world.pool.expire_idle()
+        assert world.loaded() == {"a"}
+        world.now_s += 1.0
+        await world.pool.expire_idle()
+        assert world.loaded() == set()
+
+
 async def test_a_load_of_a_model_that_drains_begins_when_it_is_unloaded():
     async with asyncio.timeout(20), world_of("a") as world:
         lease, unload = await begin_drain(world)
