@@ -64,8 +64,9 @@ class ImageExecutor:
     """Encodes images of one model, one after the other; `encode` is called on the event loop's thread.
 
     If others use the device, each piece is followed by a pause of its length, so that streams have half of the time:
-    without it the next piece would begin while the host composes their next step. What has failed fails one image
-    alone, and an image whose request has ended stops at the next piece.
+    without it the next piece would begin while the host composes their next step. There is no pause while others have
+    used the device for a piece longer than the image: after a step of 200 ms, twenty pieces of 10 ms follow each other.
+    What has failed fails one image alone, and an image whose request has ended stops at the next piece.
     """
 
     def __init__(self, thread: MLXThread, encoder: ImageEncoder, weight: float = 1.0) -> None:
@@ -75,7 +76,8 @@ class ImageExecutor:
         self._waiting: deque[_Encoding] = deque()
         self._launched: deque[_Piece] = deque()
         self._is_pausing = False
-        self._charged_s = 0.0  # to all, when the last piece ended
+        self._charged_s = 0.0  # to all, when the image began, or its last piece ended
+        self._behind_s = 0.0  # how much longer than the image others have used the device
         thread.attach(self, weight)
 
     @property
@@ -105,7 +107,10 @@ class ImageExecutor:
             self._finish()
             return
         try:
-            pieces = encoding.pieces = encoding.pieces or self._encoder.begin(encoding.job)
+            if encoding.pieces is None:
+                encoding.pieces = self._encoder.begin(encoding.job)
+                self._charged_s, self._behind_s = self._thread.charged_s, 0.0
+            pieces = encoding.pieces
             if pieces is None:
                 self._finish(is_encoded=True)
                 return
@@ -122,11 +127,12 @@ class ImageExecutor:
         """The oldest launched piece has ended. For `DeviceQueue`."""
         piece = self._launched.popleft()
         encoding = piece.encoding
-        is_shared = self._thread.charged_s > self._charged_s
+        behind_s = self._behind_s + self._thread.charged_s - self._charged_s
+        self._behind_s = max(behind_s - step_time_s, 0.0)
         self._thread.charge(self, step_time_s)
         self._charged_s = self._thread.charged_s
         encoding.observe(piece.num_outputs, step_time_s)
-        if is_shared and not piece.is_last:
+        if behind_s > 0.0 and self._behind_s < step_time_s and not piece.is_last:
             self._is_pausing = True
             encoding.call_later(step_time_s, self._go_on)
         if piece.is_last and encoding.pieces is not None and self._is_first(encoding):

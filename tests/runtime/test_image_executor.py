@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_server.outputs import ImageJob, ImageResult
+from mlx_server.outputs import ImageJob, ImageResult, ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import FinishReason, PromptImage, Request
-from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime import image_executor
+from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.image_executor import ImageExecutor
 from mlx_server.sampling_params import SamplingParams
 
 NUM_OUTPUTS = 1000
+STEP = SchedulerOutput(0, ())
 
 
 class Pieces:
@@ -138,3 +141,42 @@ async def test_pieces_pause_while_others_use_the_device(thread):
     assert (await asyncio.wait_for(executor.encode(job()), 30)).is_encoded
     assert 3 <= len(paused) <= 6
     assert max(paused) <= 6
+
+
+class Steps:
+    """Steps that take `step_s` on the device."""
+
+    launch_is_host_only = True
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s, self.count = step_s, 0
+
+    def launch(self, step: SchedulerOutput) -> Any:
+        self.count += 1
+
+    def wait(self, launched: Any) -> None:
+        time.sleep(self.step_s)
+
+    def fetch(self, launched: Any) -> ModelRunnerOutput:
+        return ModelRunnerOutput(0, {})
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.05])
+async def test_an_image_and_steps_share_the_device_however_long_the_steps_are(monkeypatch, step_s):
+    thread, each_s = MLXThread(computes_at_launch=False), 0.0005
+    encoder, runner = Encoder(), Steps(step_s)
+    waits = iter(encoder.pieces.sizes)  # which grows
+    monkeypatch.setattr(image_executor, "_wait", lambda end: time.sleep(each_s * next(waits)))
+    steps = MLXExecutor(thread, runner)
+    executor, is_over = ImageExecutor(thread, encoder), False  # type: ignore[arg-type]
+
+    async def others() -> None:
+        while not is_over:
+            await asyncio.gather(steps.submit(STEP), steps.submit(STEP))
+
+    task = asyncio.create_task(others())
+    await asyncio.wait_for(executor.encode(job()), 30)
+    is_over = True
+    await task
+    thread.stop()
+    assert 0.1 < runner.count * step_s / (NUM_OUTPUTS * each_s) < 2.0
