@@ -191,8 +191,9 @@ async def load_parts(
 async def unload_parts(parts: EngineParts, around: Surroundings, *, has_failed: bool) -> None:
     """Frees everything loaded. The last references are dropped on the MLX thread, which then clears MLX's cache. The
     caller has dropped its references. If a step `has_failed`, the thread first waits for the device, since MLX may
-    report an error of the device late."""
+    report an error of the device late; also if the model encodes images, since a piece of one may still run."""
     parts.executor.close()
+    must_wait = has_failed or parts.images is not None
     if parts.images is not None:
         parts.images.close()
     around.ranks.unload()
@@ -201,7 +202,7 @@ async def unload_parts(parts: EngineParts, around: Surroundings, *, has_failed: 
     last: list[object] = [parts.loaded, parts.runner, parts.draft]
     closing: list[Callable[[], object]] = [lambda: release(last), parts.runner.close]
     closing += [] if parts.draft is None else [parts.draft.runner.close_draft]
-    closing += [wait_for_device] if has_failed else []
+    closing += [wait_for_device] if must_wait else []
     del parts
     while closing and around.thread.is_alive:
         try:

@@ -96,9 +96,10 @@ class ImageExecutor:
         return encoding.future
 
     def close(self) -> None:
-        """Removes the executor from the thread, and drops what it has of images there."""
+        """Removes the executor from the thread, and drops what it has of images and its model there. A piece may still
+        be on the device."""
         self._thread.detach(self)
-        self._thread.call(self._waiting.clear)
+        self._thread.call(self._let_go)
 
     def advance(self) -> None:
         """Launches a piece."""
@@ -151,6 +152,12 @@ class ImageExecutor:
     def abandon(self, error: BaseException) -> None:
         while self._waiting:
             self._finish(error)
+
+    def _let_go(self) -> None:
+        self._waiting.clear()
+        for piece in self._launched:
+            piece.encoding.pieces = None
+        del self._encoder
 
     def _go_on(self) -> None:
         self._is_pausing = False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,3 +183,22 @@ async def test_an_image_and_steps_share_the_device_however_long_the_steps_are(mo
     await task
     thread.stop()
     assert 0.1 < runner.count * step_s / (NUM_OUTPUTS * each_s) < 2.0
+
+
+async def test_a_closed_executor_keeps_nothing_of_its_model(monkeypatch, thread):
+    """Even if a piece is on the device: unloading frees the model at once."""
+    is_begun, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(image_executor, "_wait", lambda end: (is_begun.set(), may_end.wait(30)))
+    encoder = Encoder()
+    executor, model = ImageExecutor(thread, encoder), [weakref.ref(encoder), weakref.ref(encoder.pieces)]  # type: ignore[arg-type]
+    future = executor.encode(job())
+    await asyncio.to_thread(is_begun.wait, 30)
+    del encoder
+    executor.close()
+    try:
+        await asyncio.wrap_future(thread.call(gc.collect))
+        assert [one() for one in model] == [None, None]
+    finally:
+        may_end.set()
+    await asyncio.sleep(0.05)
+    assert not future.done()
