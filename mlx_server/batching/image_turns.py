@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_server.batching.refusals import unseen
 from mlx_server.batching.request_table import RequestTable
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import ImageJob, ImageResult
 from mlx_server.request import PromptImage, Request, RequestStatus
 
@@ -92,11 +93,12 @@ class ImageTurns:
         """The image to encode now, if any; call after each `schedule` while it `is_active`. `end` follows."""
         if self._last is not None:
             self._last.settle()
+            self._last = self._last if self._last.is_needed else None
         if self._encoding is not None:
             return None
         self._held = [one for one in self._held if one.status is RequestStatus.RUNNING and self._is_held(one)]
         candidates = [*self._held, *self._waiting.parked_for_images()]
-        self.is_active = bool(candidates) or (self._last is not None and self._last.is_needed)
+        self.is_active = bool(candidates) or self._last is not None
         able = [request for request in candidates if self._may_follow(request)]
         request = min(able, key=self._turn, default=None)
         image = None if request is None else self._next_of(request)
@@ -126,7 +128,10 @@ class ImageTurns:
         return next(image for image in request.images if image.digest == digest)
 
     def _next(self, request: Request) -> PromptImage | None:
-        start = request.num_tokens - self._waiting.work(request)
+        """The first image that a running request has not computed, or that a waiting one would compute now."""
+        start = request.num_computed_tokens
+        if request.status is RequestStatus.WAITING:  # `work` may take more for cached than what it would start with
+            start = len(self._table.blocks.find_prefix(request)) * BLOCK_SIZE
         return next((image for image in request.images if image.end > start), None)
 
     def _is_ready(self, request: Request, image: PromptImage) -> bool:
@@ -137,10 +142,9 @@ class ImageTurns:
 
     def _may_follow(self, request: Request) -> bool:
         """Whether the next image may be that of `request`, by the last one. The last one's own request may need another
-        again, because it was preempted meanwhile."""
-        if self._last is None or not self._last.is_needed:
+        again, because it was preempted meanwhile, or be parked for a prefix that takes long to compute."""
+        if self._last is None or self._waiting.parked_at(last := self._last.job.request) is not None:
             return True
-        last = self._last.job.request
         goes_on = last.status is RequestStatus.WAITING and request.status is RequestStatus.RUNNING
         return request is last or goes_on or self._turn(request) < self._turn(last)
 

@@ -247,6 +247,7 @@ class RequestTable:
         """Ends a request, waiting or running."""
         if request.status is RequestStatus.WAITING:
             self._leave_waiting(request)
+            self.blocks.forget(request)
         else:
             self._leave_running(request)
         request.status = RequestStatus.FINISHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -238,3 +239,59 @@ def test_a_short_image_that_comes_again_is_no_decode() -> None:
     request.num_computed_tokens = 19
     assert table.is_prefilling(request)
     request.num_computed_tokens = num_computed
+
+
+class _Arrays(dict[str, Any]):
+    """Of an image; may be referred to weakly."""
+
+
+def test_nothing_is_kept_of_an_image_whose_request_has_ended() -> None:
+    """Its arrays may have hundreds of megabytes."""
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4)
+    for is_ended in (False, True):
+        arrays = _Arrays()
+        world.add(make_request("a", 200, 2, images=(PromptImage(10, 64, bytes([is_ended] * 32), arrays),)))
+        world.step()
+        if is_ended:
+            world.encode()
+            world.scheduler.finish_request("a")
+        world.finish()
+        for _ in range(2):
+            world.schedule()
+        world.requests.clear()
+        world.reasons.clear()
+        kept = weakref.ref(arrays)
+        del arrays
+        assert kept() is None
+
+
+def test_an_image_is_not_held_up_by_one_whose_request_waits_for_a_prefix() -> None:
+    """`a` is parked behind `text`, which has begun with the same prompt while a's image was encoded."""
+    world = make_world(400, max_num_batched_tokens=64, max_num_seqs=4)
+    prompt = list(range(3000))
+    world.add(make_request("a", prompt, 2, images=(_image(2900, 1),), arrival_s=0.0))
+    world.schedule()
+    assert world.image is not None
+    world.add(make_request("text", prompt[:2800], 2, arrival_s=1.0))
+    assert chunks(world.schedule()) == {"text": (0, 64)}
+    world.deliver()
+    world.add(make_request("b", 100, 2, images=(_image(10, 2),), arrival_s=2.0))
+    for _ in range(10):
+        world.step()
+    assert world.requests["b"].output_token_ids
+    world.finish()
+    world.check_tokens()
+
+
+def test_an_image_behind_a_gap_in_its_cached_prompt_is_encoded_first() -> None:
+    """One block before cached ones is gone, which the queue's quick look does not see."""
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4)
+    for _ in range(2):
+        request = make_request("a", 200, 2, images=(_image(32, 1),))
+        world.add(request)
+        world.finish()
+        world.reasons.clear()
+        cached = world.scheduler.blocks._cache
+        cached.remove(cached.get(request.block_hashes[1], 0))
+        world.scheduler.blocks._found.clear()
+    assert world.scheduler.counters.num_images_encoded == 2

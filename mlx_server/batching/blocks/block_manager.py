@@ -116,6 +116,10 @@ class PagedBlockManager(BlockPool):
                 block.found_mark = self._found_mark
         return found
 
+    def forget(self, request: Request) -> None:
+        """Call when a waiting request has ended: what was found for it would keep it, and its images, alive."""
+        self._found.pop(request, None)
+
     def num_cached(self, request: Request, guess: int = 0) -> int:
         """The length in blocks of the prefix that `find_prefix` finds. If no layer has a window or a state, this takes
         O(1) if `guess` is right, otherwise O(log n): the pool evicts prefixes from their ends, so all blocks before a
