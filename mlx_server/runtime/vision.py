@@ -195,6 +195,7 @@ class ImageEncoder:
         """Caches an image, and keeps it until its request uses it."""
         self._encoded[job.image.digest] = encoded
         self._unused.append((job.image.digest, job.request.request_id))
+        self._shrink()
 
     def add(self, data: NewRequestData) -> None:
         """Adds a request that starts; ignored if it has no images."""

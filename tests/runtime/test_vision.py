@@ -54,3 +54,17 @@ def test_the_last_two_encoded_images_are_kept_until_they_are_used():
     )
     encoder.drop("other")
     assert [encoder.begin(job) is None for job in jobs] == [False, True, True]
+
+
+def test_images_of_requests_that_never_start_stay_within_the_limit():
+    """They were ended while they waited for a seat, so no step and no end of a request evicts them."""
+    encoder = ImageEncoder(tiny_vlm("qwen2_5_vl").loaded.model, max_bytes=0)
+    for seed in range(5):
+        ids, images = prompt_of([range(5, 15), picture("qwen2_5_vl", seed)])
+        request = Request(f"r{seed}", ids, SamplingParams(), arrival_s=0.0, max_total_tokens=99, images=images)
+        job = ImageJob(request, images[0])
+        pieces = encoder.begin(job)
+        assert pieces is not None
+        pieces.submit(pieces.num_left).item()
+        encoder.keep(job, pieces.encoded)
+    assert len(encoder._encoded) == 2
