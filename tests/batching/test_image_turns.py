@@ -295,3 +295,18 @@ def test_an_image_behind_a_gap_in_its_cached_prompt_is_encoded_first() -> None:
         cached.remove(cached.get(request.block_hashes[1], 0))
         world.scheduler.blocks._found.clear()
     assert world.scheduler.counters.num_images_encoded == 2
+
+
+def test_a_prompt_that_waits_for_its_image_is_no_stream_to_keep_steps_short_for() -> None:
+    world = make_world(400, target_step_s=0.1, max_step_s=1.0, context_doubling_tokens=1e12)
+    world.add(make_request("other", 64, 1))
+    world.step()
+    images = (_image(0, 1), _image(100, 2))
+    world.add(make_request("seeing", 200, 2, images=images))
+    while world.image is None or world.image.image is not images[1]:
+        world.step()
+    world.add(make_request("text", 2000, 1, arrival_s=1.0))
+    assert world.running_ids() == ["seeing"]
+    assert chunks(world.schedule())["text"][1] > 500
+    world.deliver()
+    world.finish()
