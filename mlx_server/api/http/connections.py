@@ -213,8 +213,13 @@ class FairSelector(selectors.DefaultSelector):
         if not self._ready:
             self._ready.extend(super().select(timeout))
         turn = [self._ready.popleft() for _ in range(min(len(self._ready), EVENTS_AT_ONCE))]
-        registered = self.get_map()
-        return [(key, mask) for key, mask in turn if registered.get(key.fd) is key]  # else closed or changed
+        return [(key, mask & self._unchanged(key)) for key, mask in turn]
+
+    def _unchanged(self, key: selectors.SelectorKey) -> int:
+        """The events whose callbacks are those of `key` still: the socket may be closed, and its number a new one's."""
+        now = self.get_map().get(key.fd)
+        reads, writes = (None, None) if now is None else now.data  # asyncio registers a callback for each
+        return selectors.EVENT_READ * (key.data[0] is reads) | selectors.EVENT_WRITE * (key.data[1] is writes)
 
 
 class _Accepted(socket.socket):

@@ -50,6 +50,27 @@ def test_few_sockets_are_served_in_a_turn_and_none_twice_before_all_others(ready
     run(work())
 
 
+def test_what_begins_and_ends_to_write_again_and_again_is_read_all_the_same(ready: list[socket.socket]):
+    async def work() -> None:
+        loop, served = asyncio.get_running_loop(), list[int]()
+        last = ready[-1].fileno()
+
+        def write() -> None:
+            loop.add_writer(last, served.clear)
+            loop.remove_writer(last)
+
+        for one in ready[:-1]:
+            loop.add_reader(one.fileno(), write)
+        loop.add_reader(last, served.append, last)
+        for _ in range(3 * NUM):
+            await asyncio.sleep(0)
+        for one in ready:
+            loop.remove_reader(one.fileno())
+        assert served
+
+    run(work())
+
+
 def test_what_is_closed_before_its_turn_is_not_served_nor_a_new_socket_with_its_number(ready: list[socket.socket]):
     async def work() -> None:
         loop, served = asyncio.get_running_loop(), list[str]()
