@@ -163,10 +163,8 @@ class Policy:
         room = self._limits.max_num_batched_tokens - num_decodes
         if not self._limits.bound_stalls:
             return room, room
-        start, better = (
-            first.num_tokens - self._work(first),
-            self._recent.least_of_better(first.priority, self._waiting.now),
-        )
+        start = first.num_tokens - self._work(first)
+        better = self._recent.least_of_better(first.priority, self._waiting.now)
         beside = min(room, self._budget.num_tokens(start, num_decodes, self.target_s(), better))
         streams = [request for request in self._table.running if request not in prefilling]
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
