@@ -1,5 +1,6 @@
-"""Any sequence of arrivals, steps, deliveries, aborts, stops and memory pressure, in both modes, on pools of any
-size that grow and are cut, of models with and without recurrent state, with and without sliding windows.
+"""Any sequence of arrivals, with images or without, steps, deliveries, aborts, stops and memory pressure, in both
+modes, on pools of any size that grow and are cut, of models with and without recurrent state, with and without sliding
+windows.
 
 After each move the books must agree; at the end nothing may have leaked, and every request must have the
 tokens that it would have had alone.
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlx_server.errors import ContextLengthError
-from mlx_server.request import FinishReason, Priority
+from mlx_server.request import FinishReason, Priority, PromptImage
 from tests.batching.worlds import FakeConstraint, ScriptedSupply, World, make_request, make_world, prompt
 
 
@@ -78,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from(list(Priority)),
         kind=st.sampled_from(["plain", "plain", "plain", "stop", "prompt_logprobs"]),
         client=st.sampled_from(["", "", "a", "b"]),
+        images=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 5)), max_size=3),
     )
     def add(
         self,
@@ -87,12 +89,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: Priority,
         kind: str,
         client: str,
+        images: list[tuple[int, int, int]],
     ) -> None:
+        """`images` are distances, lengths and seeds."""
         name = f"r{self.num_added}"
         self.num_added += 1
         token_ids = prompt(num_shared_tokens) + prompt(num_own_tokens, first=31 * self.num_added)
         extra = {"stop": {"stop_token_ids": tuple(range(0, 997, 9))}, "prompt_logprobs": {"prompt_logprobs": 0}}
-        more = {"priority": priority, "client": client, **extra.get(kind, {})}
+        placed: list[PromptImage] = []
+        for distance, length, seed in images:
+            start = distance + (placed[-1].end if placed else 0)
+            if start + length <= len(token_ids):
+                is_whole = length <= 16 and not seed % 5 and self.world.scheduler.limits.max_chunk_tokens is None
+                placed.append(PromptImage(start, length, seed.to_bytes(32, "little"), {}, is_whole))
+        more = {"priority": priority, "client": client, "images": tuple(placed), **extra.get(kind, {})}
         request = make_request(name, token_ids, max_tokens, arrival_s=self.world.now, **more)
         try:
             self.world.add(request)
@@ -130,6 +140,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.runner.num_submitted > 0)
     def deliver(self) -> None:
         self.world.deliver()
+
+    @rule(error=st.sampled_from([None, None, "no room"]))
+    @precondition(lambda self: self.world.image is not None)
+    def encode(self, error: str | None) -> None:
+        self.world.encode(error)
 
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
     @precondition(lambda self: self.world.has_requests)
@@ -170,6 +185,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.check_tokens()
             if self.world.schedule() is not None:  # a cut at the very end
                 self.world.deliver()
+            images = self.world.scheduler.images
+            assert not images._held, "who has left is kept"
+            assert images._last is None, "who has left is kept"
             assert self.supply.num_left + self.world.scheduler.blocks.num_blocks == self.num_blocks
 
 
