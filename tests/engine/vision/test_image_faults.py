@@ -78,13 +78,14 @@ async def test_embeddings_of_cut_images_are_kept_for_one_at_a_time(monkeypatch):
         images = engine._loaded_parts().runner.images
         images.max_bytes = 0
         held: list[int] = []
-        shrink = images._shrink
+        rows = images.rows
 
-        def counting():
-            shrink()
+        def counting(*args):
+            result = rows(*args)
             held.append(len(images._encoded))
+            return result
 
-        monkeypatch.setattr(images, "_shrink", counting)
+        monkeypatch.setattr(images, "rows", counting)
         await answers(engine, prompts)
         assert max(held) == 1, "each image takes three chunks"
         assert engine.stats().num_images_encoded == 4
