@@ -16,9 +16,9 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.drafts.block_drafter import read_block_drafter
 from mlx_server.runtime.drafts.drafter import load_drafter
-from mlx_server.runtime.drafts.layer_taps import _Tapped
 from mlx_server.runtime.drafts.runner import BlockFeed, block_rows
 from mlx_server.runtime.kernels.trials import exhaust
+from mlx_server.runtime.layers.taps import _Tapped
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, load_in_pieces
 from mlx_server.runtime.models.random_models import build_random

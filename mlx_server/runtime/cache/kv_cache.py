@@ -71,7 +71,7 @@ class PagedLayerCache(AttendsItself):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`, and returns them as they are. A layer that stores keys
         only chooses what it attends to by those of the whole context."""
-        if not self.spec.value_dim:
+        if not self.pool.specs[self._seat].value_dim:
             raise UnpageableError("keys of several requests, to choose from them")
         self.keys, self.values = keys, values
         self._is_written = False
@@ -99,7 +99,7 @@ class PagedLayerCache(AttendsItself):
         if self._kept_window is not None and (window is None or window > self._kept_window):
             raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
-        spec = self.spec
+        spec = pool.specs[self._seat]  # `spec`, without a call in each layer of each step
         if self._warm_for is not spec:
             exhaust(pool.backend.warm_up(spec, queries.shape[1], sinks=sinks))
             self._warm_for = spec

@@ -252,8 +252,7 @@ def test_blocks_of_different_images_differ():
         world.scheduler.blocks.watch_prefixes(events.add)
         image = PromptImage(40, 50, bytes([seed]) * 32, {})
         world.add(make_request("a", list(range(1, 140)), 1, images=(image,)))
-        while world.schedule() is not None:
-            world.deliver()
+        world.finish()
         payloads = [msgspec.msgpack.decode(payload) for _, payload in events.batches(0.0, msgspec.msgpack.encode)]
         sent += [event for _, batch, _ in payloads for event in batch if event["type"] == "BlockStored"]
     first, second = sent
