@@ -67,12 +67,11 @@ class Policy:
         """Shares the prompt tokens of a step (`step.given`) out to running requests with prompt left to compute and to
         waiting requests, which it starts: tier by tier, the best first. The aged prompt's part is kept free and given
         to it; if it does not use all of its part, the tiers share the rest in a second pass."""
-        able = self.images.hold(prefilling)
-        first = min(_some(*able, self._next_to_start(step)), key=self._turn, default=None)
+        running, prefilling = prefilling, self.images.hold(prefilling)
+        first = min(_some(*prefilling, self._next_to_start(step)), key=self._turn, default=None)
         if first is None:
             return
-        most, beside = self._shares(first, prefilling, step.num_decode_tokens)
-        prefilling = able
+        most, beside = self._shares(first, running, step.num_decode_tokens)
         if most <= 0:
             return
         aged = self._aged.most_urgent(prefilling, first)

@@ -78,8 +78,8 @@ def current_stats(
 @dataclass(frozen=True, slots=True)
 class ObservedExecutor:
     """Executes steps, and encodes images. Reports each step to metrics and a tracer, in a few calls a step for any
-    number of requests.
-    Steps without chunks are not reported: they change the pools, copy blocks, or run the draft model."""
+    number of requests. Steps without chunks are not reported: they change the pools, copy blocks, or run the draft
+    model."""
 
     executor: StepExecutor
     images: ImageExecutor | None

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from mlx_server.api import server
 from mlx_server.api.http.connections import EVENTS_AT_ONCE, FairSelector
+from mlx_server.config import Config
 
 NUM = 10 * EVENTS_AT_ONCE
 
@@ -97,3 +99,17 @@ def test_what_is_closed_before_its_turn_is_not_served_nor_a_new_socket_with_its_
         assert served[:2] == ["first", "new"]
 
     run(work())
+
+
+def test_the_server_runs_on_it(monkeypatch: pytest.MonkeyPatch):
+    found = list[object]()
+
+    async def run(own: object, make_pool: object) -> int:
+        found.append(asyncio.get_running_loop()._selector)  # type: ignore[attr-defined]
+        return 0
+
+    monkeypatch.setattr(server._Server, "run", run)
+    for name in ("_set_up_logging", "_dump_stacks_on_request", "_end_children"):  # of the process, which is pytest's
+        monkeypatch.setattr(server, name, lambda *_: None)
+    assert server.serve(Config(), (), lambda _: pytest.fail("no pool is asked for")) == 0
+    assert [type(one) for one in found] == [FairSelector]
