@@ -71,7 +71,8 @@ class Subject:
         self.architecture = architecture
         self.config = config or config_of(architecture)
         self.model: nn.Module = build_random(self.config, SEEDS.get(architecture, 0))
-        mx.eval(self.model(mx.array([[1]])))  # lazy constants can only be evaluated by the thread that makes them
+        first = [1] * max([1, *self.config.get("compress_ratios", ())])
+        mx.eval(self.model(mx.array([first])))  # lazy constants can only be evaluated by the thread that makes them
 
     def make_llm(self, **settings: Any) -> LLM:
         loaded = LoadedModel(self.architecture, self.model, self.config, None)

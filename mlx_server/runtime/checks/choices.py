@@ -57,7 +57,8 @@ def find_choices(model: Any, num_seen: int) -> list[Choice]:
 def _choice(layer: Any) -> Choice | None:
     if isinstance(getattr(layer, "index_topk", None), int):
         few = max(_FEW_TOKENS, getattr(layer, "index_kpool", 1))  # tokens are chosen by pools of so many
-        return Choice(layer, "index_topk", few, 2 * few, layer.index_topk)
+        ratio = getattr(getattr(layer, "compressor", None), "compress_ratio", 1)  # or windows of so many are chosen
+        return Choice(layer, "index_topk", few, 2 * few * ratio, layer.index_topk * ratio)
     for name, (size, *always) in _BLOCK_LIMITS.items():
         most, num_tokens = getattr(layer, name, None), getattr(layer, size, None)
         if isinstance(most, int) and isinstance(num_tokens, int):

@@ -60,11 +60,12 @@ _MIXINS: dict[type[Any], type[Any]] = {
 
 @lru_cache(maxsize=64)
 def _mixed(mixin: type[Any], kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (mixin, kind), {})
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def mix_in(module: Any, mixin: Any) -> None:
-    """Gives a module a subclass of its class in which the methods of the class `mixin` come first."""
+    """Gives a module, or another object, a subclass of its class in which the methods of the class `mixin` come
+    first."""
     module.__class__ = _mixed(mixin, module.__class__)
 
 

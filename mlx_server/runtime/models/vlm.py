@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_server.environment import install_command
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models import deepseek_v4
 from mlx_server.runtime.models.vlm_encoders import BY_PART
 from mlx_server.runtime.vision import EncodedImage, ImageRows, ReadsImages
 
@@ -181,6 +182,8 @@ class VlmModel(ReadsImages):
         """mlx-vlm's own caches."""
         part = self.language_model
         made: list[Any] = vlm_module("models.cache").make_prompt_cache(self.model if part is self else part)
+        if self.model_type == "deepseek_v4":
+            deepseek_v4.mend_caches(made)
         return made
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -257,6 +260,8 @@ def _mend(language_model: nn.Module) -> None:
         kind = type(part).__name__
         if kind == "HyV4Indexer":  # its compiled choice of keys is right for the first context's length only
             part.__class__ = type(part).__base__
+        elif type(part).__module__.endswith("deepseek_v4.language"):
+            deepseek_v4.mend(part)
         elif kind == "SuScaledRoPE":  # chooses by a call's longest context; mlx-lm's takes the long ones
             part._short_freqs, part._short_scale = part._long_freqs, part._long_scale
         elif kind == "Qwen4ExpQSAIndexer":

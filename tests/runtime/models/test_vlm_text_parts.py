@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.checks.choices import find_choices, with_few
-from mlx_server.runtime.models import vlm
+from mlx_server.runtime.models import deepseek_v4, vlm
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
@@ -100,6 +100,24 @@ _VISION: dict[str, dict[str, Any]] = {
 SERVED = {
     "aya_vision": _around("aya_vision", _text("cohere2")),
     "cohere2_moe": _text("cohere2_moe", **_EXPERTS),
+    "deepseek_v4": _text(
+        "deepseek_v4",
+        num_key_value_heads=1,
+        head_dim=64,
+        q_lora_rank=32,
+        qk_rope_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        o_groups=2,
+        o_lora_rank=16,
+        index_n_heads=2,
+        index_head_dim=32,
+        index_topk=16,
+        num_hash_layers=1,
+        compress_ratios=[0, 0, 4, 128],
+        sliding_window=32,
+        num_nextn_predict_layers=0,
+    ),
     "dots_ocr": _around("dots_ocr", _text("dots_ocr")),
     "flint": _text("flint"),
     "glm4v": _around(
@@ -279,23 +297,7 @@ LEVELS = dict.fromkeys(("inkling", "jina_vlm"), ("mixers, one request at a time"
 
 REFUSED = {
     "deepseek_v4": (
-        _text(
-            "deepseek_v4",
-            num_key_value_heads=1,
-            q_lora_rank=32,
-            qk_rope_head_dim=8,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            o_groups=2,
-            o_lora_rank=16,
-            index_n_heads=2,
-            index_head_dim=16,
-            index_topk=16,
-            num_hash_layers=1,
-            compress_ratios=[0, 0, 4, 128],
-            sliding_window=32,
-            num_nextn_predict_layers=0,
-        ),
+        {**SERVED["deepseek_v4"], "head_dim": 16},
         "Rows of 16 numbers for 128 tokens each are not supported",
     ),
     "paligemma": (
@@ -335,6 +337,7 @@ def test_answers_in_a_crowd_are_mlx_vlms_own(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "name", "limit"),
     [
+        ("deepseek_v4", "index_topk", 64),
         ("glm5_next", "index_topk", 64),
         ("hy_v4", "index_topk", 64),
         ("minimax_m3", "sparse_topk_blocks", 16),
@@ -350,9 +353,12 @@ def test_layers_that_choose_far_behind_the_check_at_load_are_checked_there(
         return {key: limit if key == name else changed(inner) for key, inner in value.items()}
 
     subject = Subject(model_type, changed(SERVED[model_type]))
-    model, ids = subject.model, mx.array([list(range(7, 48))])
+    model = subject.model
+    choices = find_choices(model, 42)
+    length = max(42, *(choice.num_tokens for choice in choices))
+    ids = mx.array([[7 + place % 300 for place in range(length)]])
     whole = model(ids, cache=model.make_cache())
-    with with_few(find_choices(model, 42)):
+    with with_few(choices):
         assert not mx.allclose(model(ids, cache=model.make_cache()), whole, atol=1e-2)
     with subject.make_llm() as llm:
         assert llm.info.level in ("ragged", "recurrent mixers", "mixers")
@@ -399,3 +405,21 @@ def test_models_are_imported_without_what_mlx_vlm_serves_with() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "mlx_vlm.models" in ended.stdout
     assert not {"mlx_vlm.generate", "mlx_vlm.server", "mlx_vlm.convert"} & set(ended.stdout.split())
+
+
+def test_deepseek_v4_answers_alike_however_its_prompt_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mlx-vlm's own code in one call without its shortcut to the best blocks of windows: in several calls, that
+    loses the tokens of the window before, and the shortcut depends on where they end."""
+    config = {**SERVED["deepseek_v4"], "index_block": 4, "index_keep": 4}
+    model: Any = build_random(config, 0)
+    module = vlm_module("models.deepseek_v4")
+    plain = module.Model(module.ModelConfig.from_dict({**config, "index_block": 0}))
+    plain.load_weights(tree_flatten(model.parameters()))
+    ids = [7 + 5 * place % 300 for place in range(300)]
+    wanted = plain(mx.array([ids]), cache=plain.make_cache()).logits[0]
+    monkeypatch.setattr(deepseek_v4, "_MOST_SCORES", 1000)  # of tokens, 2 heads and up to 75 windows: in several parts
+    for length in (300, 150, 31, 5, 1):
+        caches = model.make_cache()
+        parts = [ids[first : first + length] for first in range(0, 300, length)]
+        logits = mx.concatenate([model(mx.array([part]), cache=caches)[0] for part in parts])
+        assert float(mx.abs(logits - wanted).max()) < 1e-4 * float(mx.abs(wanted).max()), length
