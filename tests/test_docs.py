@@ -30,7 +30,7 @@ OTHER_VARIABLES = {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE, THREADS_VARIABL
 VARIABLES = {setting.env for setting in settings()} | OTHER_VARIABLES
 PACKAGE = ROOT / "mlx_server"
 FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {"mlx_server", "tests", "scripts", "configs"}
-SOURCES = {".py", ".h", ".cpp", ".msl", ".css", ".html", ".js"}
+SOURCES = {".py", ".h", ".cpp", ".msl", ".css", ".html", ".js", ".jinja"}
 _OF_SMG = (
     *("--balance-abs-threshold", "--worker-overload-waiting-requests"),
     *("--health-check-interval-secs", "--cb-timeout-duration-secs"),

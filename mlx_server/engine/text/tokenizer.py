@@ -149,9 +149,11 @@ class Tokenizer:
             ) from error
         if hf.chat_template is None:
             hf.chat_template = _processors_template(folder)
-        is_ocr = str(read_model_json(folder / "config.json").get("model_type")).startswith("deepseekocr")
-        if is_ocr and "bos_token" not in (hf.chat_template or ""):
+        model_type = str(read_model_json(folder / "config.json").get("model_type"))
+        if model_type.startswith("deepseekocr") and "bos_token" not in (hf.chat_template or ""):
             hf.chat_template = _DEEPSEEK_OCR
+        elif model_type == "deepseek_v4" and hf.chat_template is None:
+            hf.chat_template = DEEPSEEK_V4.read_text(encoding="utf-8")
         return cls(hf, eos_token_ids)
 
     @property
@@ -243,6 +245,7 @@ def _plain_backend(hf: Any) -> Any | None:
     return hf.backend_tokenizer
 
 
+DEEPSEEK_V4 = Path(__file__).parent / "deepseek_v4.jinja"
 _DEEPSEEK_OCR = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Its makers publish none, and mlx-vlm's conversions have one without the first token."""
 

@@ -17,6 +17,7 @@ from mlx_server.engine.text import template_repairs as fit
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions
 from mlx_server.engine.text.messages import normalise_messages
 from mlx_server.engine.text.template_repairs import adapt, named_results, short_ids
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
 from mlx_server.runtime.models.tool_parsers import find_chat_renderer
@@ -225,6 +226,25 @@ def test_a_template_that_takes_tools_itself_and_in_messages_is_given_them_once()
     prompt = chat.format(messages, tools).text
     assert "### Available Tool Schemas" in prompt
     assert prompt.count('"look_at"') == 1
+
+
+def test_deepseek_v4_which_has_no_template_is_given_one(tmp_path: Path) -> None:
+    begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    hf = make_tokenizer(chat_template=None, special=("<think>", "</think>")).hf
+    hf.bos_token, hf.eos_token = begin, end
+    hf.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings |= {"tokenizer_class": "TokenizersBackend"}  # as its files say
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"}), encoding="utf-8")
+    given, wanted = ChatFormatter(Tokenizer.from_folder(tmp_path)), formatter(template_of("crusoeai-DeepSeek-V4-Flash"))
+    assert given.dialect.tool_parser.name == "deepseek_dsml"
+    for (messages, tools), effort in itertools.product(CHATS.values(), ("none", "high", "max")):
+        options = ChatOptions(continue_final_message=messages[-1] is ANSWERS, reasoning_effort=effort)
+        prompt = given.format(messages, tools, options)
+        assert prompt.text == wanted.format(messages, tools, options).text.replace("<s>", begin)
+        assert prompt.opens_reasoning is (effort != "none" and messages[-1] is not ANSWERS)
+    assert given.format([ASKS]).opens_reasoning
 
 
 @pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "google-gemma-4-26B-A4B-it"])
