@@ -6,7 +6,7 @@ Example: two decodes and a prompt chunk of 5 tokens are a ragged batch `[7, 1]` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -26,8 +26,6 @@ class RowPlaces:
         slots          [R * length]  slots for the K/V of the rows
         context_slots  [R, C]        slots of each request's first C tokens, where C is the longest context; after a
                                      request's own tokens and before its window they may belong to other requests
-        last_slots     [R, K]        slots of each request's last K tokens; of shorter requests, the first one's slot
-                                     stands for those that are missing in front
 
     Both are made at first use, because those of contexts are long.
     """
@@ -36,7 +34,6 @@ class RowPlaces:
     _rows: slice
     _requests: slice
     _context_length: int
-    _last_slots: dict[int, Slots] = field(default_factory=dict)
 
     @cached_property
     def slots(self) -> Slots:
@@ -47,13 +44,6 @@ class RowPlaces:
         num_blocks = -(-self._context_length // BLOCK_SIZE)
         tables = self._plan.block_tables[self._requests, :num_blocks]
         return Slots(context_slots(tables, self._context_length))
-
-    def last_slots(self, num_tokens: int) -> Slots:
-        if num_tokens not in self._last_slots:
-            places = self._plan.context_lens[self._requests, None] - num_tokens + np.arange(num_tokens)
-            slots = np.take_along_axis(self.context_slots.numbers, np.maximum(places, 0), axis=1)
-            self._last_slots[num_tokens] = Slots(slots)
-        return self._last_slots[num_tokens]
 
 
 @dataclass(frozen=True)
@@ -157,11 +147,10 @@ class StateStore(Protocol):
 
 
 class PagedView:
-    """A group's K/V as contiguous arrays `[R, num_kv_heads, C, dim]`, gathered from the pool: of whole contexts, or, if
-    the layer has a window, of the last tokens, as many as the first of the group's tokens sees and those behind it.
+    """A group's K/V as contiguous arrays `[R, num_kv_heads, C, dim]`, gathered from the pool.
 
-    Requests shorter than the longest have rows of other requests at the end, or of their first token at the beginning
-    if there is a window; the mask hides these rows.
+    Requests shorter than the longest have rows of other requests at the end, and before their window; the mask hides
+    these rows.
     """
 
     start_position = 0
@@ -209,37 +198,24 @@ class PagedView:
         if group.num_requests == 1:
             start = int(group.starts[0])
             is_windowed = window is not None and start + N > window
-            if N == 1 and (not is_windowed or window == self._window):
+            if not is_windowed and N == 1:
                 return None
             if not is_windowed and not return_array:
                 return "causal"
-            keys = mx.arange(start + N - self._num_keys(N), start + N)
-            return causal_mask(mx.arange(start, start + N)[:, None], keys, window)
+            return causal_mask(mx.arange(start, start + N)[:, None], mx.arange(start + N), window)
         if N != 1:
             raise UnpageableError(f"a mask for {N} tokens of several requests")
-        starts = mx.array(group.starts)[:, None, None, None]
-        if self._window is None:
-            return causal_mask(starts, mx.arange(group.context_length), window)
-        keys = starts + mx.arange(1 - self._num_keys(1), 1)
-        return causal_mask(starts, keys, window) & (keys >= 0)
-
-    def _num_keys(self, num_new: int) -> int:
-        """How many tokens of the longest context `update_and_fetch` returns, with as many new ones."""
-        length = self._group.context_length - self._group.length + num_new
-        return length if self._window is None else min(length, self._window + num_new - 1)
+        return causal_mask(mx.array(group.starts)[:, None, None, None], mx.arange(group.context_length), window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; returns those of the context, or of
-        the window."""
+        """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; returns the K/V of whole contexts."""
         if keys.shape[2] != self._group.length:
             raise UnpageableError(f"{keys.shape[2]} rows of K/V for {self._group.length} tokens")
         self._num_new = self._group.length
         sides = (self._pool.keys, keys), (self._pool.values, values)
         for pool, rows in sides:  # both before a read, which may wait for the writes
             _write(pool, rows, self._places)
-        num_keys = self._num_keys(self._num_new)
-        slots = self._places.context_slots if self._window is None else self._places.last_slots(num_keys)
-        self.keys, self.values = (_read(pool, rows, slots) for pool, rows in sides)
+        self.keys, self.values = (_read(pool, rows, self._group, self._places) for pool, rows in sides)
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
@@ -280,7 +256,7 @@ class StateView(ArraysCache):  # type: ignore[misc]
     def cache(self) -> list[mx.array | None]:
         return [self[index] for index in range(len(self._store.entries))]
 
-    def make_mask(self, N: int) -> None:
+    def make_mask(self, N: int, *_: Any) -> None:
         """Nothing is padded."""
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> mx.array:
@@ -320,9 +296,9 @@ def _write(pool: Rows, rows: mx.array, places: RowPlaces) -> None:
         pool.write(places.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
 
 
-def _read(pool: Rows, rows: mx.array, slots: Slots) -> mx.array:
-    """What is stored in `slots` `[R, C]` of what `rows` are like: `[R, H, C, dim]`."""
+def _read(pool: Rows, rows: mx.array, group: RowGroup, places: RowPlaces) -> mx.array:
+    """The whole contexts of `rows`: `[R, H, C, dim]`."""
     num_heads, dim = rows.shape[1], rows.shape[3]
     if dim == 0:
-        return mx.zeros((len(slots.numbers), num_heads, slots.numbers.shape[1], 0), rows.dtype)
-    return pool.read(slots).transpose(0, 2, 1, 3)
+        return mx.zeros((group.num_requests, num_heads, group.context_length, 0), rows.dtype)
+    return pool.read(places.context_slots).transpose(0, 2, 1, 3)

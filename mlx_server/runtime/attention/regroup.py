@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from mlx_server.runtime.attention.cache_views import RowGroup, StepMask, row_groups
 from mlx_server.runtime.attention.interface import StepPlan
-from mlx_server.runtime.cache.kv_cache import LayerCache, PagedLayerCache, StateLayerCache
+from mlx_server.runtime.cache.kv_cache import LayerCache, PagedLayerCache
 from mlx_server.runtime.layers.adapters import AdapterRows
 
 
@@ -128,8 +128,7 @@ class RegroupedModule:
         if "mask" in self._names:
             asked = given.get("mask")
             is_array, window = (asked.is_array, asked.window) if isinstance(asked, StepMask) else (False, None)
-            is_state = isinstance(cache, StateLayerCache)
-            mine["mask"] = None if is_state else view.make_mask(group.length, is_array, window)
+            mine["mask"] = view.make_mask(group.length, is_array, window)
         mine["cache"] = view
         with self._step.adapters.group(group):
             return self._inner(**mine)

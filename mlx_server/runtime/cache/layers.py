@@ -4,6 +4,7 @@ the pools for it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,12 @@ from mlx_server.runtime.cache.kv_cache import (
     StateLayerCache,
     leaves,
 )
-from mlx_server.runtime.cache.sparse_caches import IndexedLayerCache, PooledLayerCache, UnkeptLayerCache
+from mlx_server.runtime.cache.sparse_caches import (
+    IndexedLayerCache,
+    PooledLayerCache,
+    UnkeptLayerCache,
+    WindowLayerCache,
+)
 from mlx_server.runtime.memory import first_kv_blocks, kept_slots, max_kv_blocks, state_slots
 
 _NUM_TRACED = 9
@@ -58,7 +64,8 @@ def discover_layers(model: Any) -> list[LayerCache]:
         windows = [part.ratio for part in parts if _kind(part) == "PoolingCache"]
         _trace(model, plain, max([_NUM_TRACED, *windows]))
         _trace(model, plain, 1)  # some write a cache only with many tokens
-    return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
+    has_rows_of_windows = any(_kind(part) == "PoolingCache" for part in parts)
+    return [_layer_cache(index, cache, keeps_windows=has_rows_of_windows) for index, cache in enumerate(plain)]
 
 
 def model_failure(model: Any, error: Exception) -> ModelLoadError:
@@ -126,17 +133,21 @@ def _refuse_unpageable(index: int, cache: Any) -> None:
         )
 
 
-def _layer_cache(index: int, cache: Any) -> LayerCache:
+def _layer_cache(index: int, cache: Any, *, keeps_windows: bool = False) -> LayerCache:
+    """`keeps_windows`: those of attention are recurrent states, beside rows of blocks that are much smaller."""
     kind = _kind(cache)
+    make = partial(_layer_cache, index, keeps_windows=keeps_windows)
     if kind == "CacheList":
         length = max((part.offset for part in cache.caches if _kind(part) == "KVCache"), default=0)
         is_kept = [_kind(part) != "KVCache" or part.offset == length for part in cache.caches]
         parts = zip(cache.caches, is_kept)
-        return ListLayerCache([_layer_cache(index, part) if kept else UnkeptLayerCache() for part, kept in parts])
+        return ListLayerCache([make(part) if kept else UnkeptLayerCache() for part, kept in parts])
     if kind == "ArraysCache":
         return StateLayerCache(cache.cache)
     if kind == "PoolingCache":
         return PooledLayerCache.of(cache.ratio, (cache.buf_kv, cache.buf_gate), cache.pooled)
+    if keeps_windows and kind == "RotatingKVCache" and cache.keys is not None:
+        return WindowLayerCache(cache.max_size, cache.keys, cache.values)
     if kind == _INDEXED:
         keys = cache.index_keys
         heads = keys.shape[1] if keys.ndim == 4 else 1

@@ -12,8 +12,8 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.attention.cache_views import PagedView, RowGroup, StateView, UnpageableError
-from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.attention.cache_views import PagedView, RowGroup, StateView, StepMask, UnpageableError
+from mlx_server.runtime.attention.interface import LayerSpec, causal_mask
 from mlx_server.runtime.cache.kv_cache import ListLayerCache, PagedLayerCache, StateLayerCache
 from mlx_server.runtime.cache.row_pool import Slots
 
@@ -135,6 +135,61 @@ class PooledView(PagedView):
         if N == 1 or not self.offset:
             return None
         return mx.arange(self.offset) < mx.arange(offset + 1, offset + N + 1)[:, None] // self.ratio
+
+
+class WindowLayerCache(StateLayerCache):
+    """The K/V of a sliding window as a recurrent state, which takes no blocks: for models that keep other states, too,
+    and whose blocks would otherwise hold all tokens, because those of other layers are smaller."""
+
+    num_paged = 1
+
+    def __init__(self, window: int, keys: mx.array, values: mx.array) -> None:
+        """`keys` and `values` `[1, H, N, dim]` of some tokens; `dim` may be 0 for one of them."""
+        sides = [mx.zeros((*side.shape[:2], window, side.shape[3]), side.dtype) for side in (keys, values)]
+        super().__init__([side if side.size else None for side in sides])
+        self.window = window
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask:  # type: ignore[override]
+        """For all rows of a step; it comes back for a group."""
+        return StepMask(window_size or self.window, return_array)
+
+    def view(self, group: RowGroup) -> WindowView:  # type: ignore[override]
+        return WindowView(self.window, StateView(self, group), group)
+
+
+class WindowView(PagedView):
+    """A group's window: of each request the last K tokens, as many as the first of its new tokens sees and those behind
+    it. Requests shorter than the longest have zeros in front; the mask hides them."""
+
+    def __init__(self, window: int, states: StateView, group: RowGroup) -> None:
+        self._reach, self._states, self._group = window, states, group
+        self._num_new = 0
+
+    def make_mask(self, N: int = 1, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """`[R, 1, N, K]`: for two requests with a window of 4 tokens that decode positions 40 and 2, keys 37 to 40 and,
+        behind a hidden one, 0 to 2."""
+        if window_size is not None and window_size > self._reach:
+            raise UnpageableError(f"a window of {window_size} tokens where its cache keeps {self._reach}")
+        starts = mx.array(self._group.starts)[:, None, None, None]
+        keys = starts + mx.arange(N - self._num_keys(N), N)
+        return causal_mask(starts + mx.arange(N)[:, None], keys, window_size or self._reach) & (keys >= 0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._num_new = self._group.length
+        return self._fetched(0, keys), self._fetched(1, values)
+
+    def _fetched(self, index: int, new: mx.array) -> mx.array:
+        num_requests, num_heads, num_new, dim = new.shape
+        before = self._states[index] if dim else None
+        if before is None:
+            before = mx.zeros((num_requests, num_heads, self._reach, dim), new.dtype)
+        known = mx.concatenate([before, new], axis=2)
+        if dim:
+            self._states[index] = known[:, :, num_new:]
+        return known[:, :, -self._num_keys(num_new) :]
+
+    def _num_keys(self, num_new: int) -> int:
+        return min(int(self._group.starts.max()), self._reach - 1) + num_new
 
 
 class UnkeptLayerCache(ListLayerCache):

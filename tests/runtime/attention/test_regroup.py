@@ -11,9 +11,10 @@ from mlx_lm.models.cache import ChunkedKVCache
 from mlx_server.errors import InsufficientMemoryError
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime import memory
-from mlx_server.runtime.attention.cache_views import PagedView, row_groups
+from mlx_server.runtime.attention.cache_views import row_groups
 from mlx_server.runtime.cache.block_tables import BlockTables
-from mlx_server.runtime.cache.row_pool import PlainRows, RowPool
+from mlx_server.runtime.cache.row_pool import PlainRows
+from mlx_server.runtime.cache.sparse_caches import WindowLayerCache
 from mlx_server.runtime.memory import state_slots
 from tests.conformance import Subject, answer, worst_error
 from tests.engine_worlds import random_prompts
@@ -96,29 +97,32 @@ def test_rows_are_grouped_by_what_a_rectangle_can_hold() -> None:
     assert mx.array_equal(mx.concatenate([g.flat(g.cut(rows)) for g in groups]), rows)
 
 
-def test_what_a_window_hides_is_not_read() -> None:
+def test_a_window_that_is_a_state_returns_what_is_seen_of_it() -> None:
     tables = BlockTables()
     tables.add("a")
     tables.add("b")
-    pool = RowPool(*(PlainRows.zeros((16 * 32, 1, dim), mx.float32) for dim in (2, 0)), 16)
+    layer = WindowLayerCache(4, mx.zeros((1, 1, 9, 2)), mx.zeros((1, 1, 9, 0)))
+    layer.allocate(PlainRows.zeros, 2)
 
-    def step(*chunks: ScheduledChunk) -> tuple[list[list[float]], list[list[bool]] | None]:
+    def step(*chunks: ScheduledChunk) -> tuple[list[list[float]], list[list[bool]]]:
         """The keys that each request gets, which are the positions of their tokens, and the mask."""
         (group,) = row_groups(tables.plan(chunks), batches_decodes=True)
-        view = PagedView(pool, 4, group)
-        mask = view.make_mask(group.length, return_array=True)
+        view = layer.view(group)
+        mask = view.make_mask(group.length)
         positions = mx.array(group.starts, dtype=mx.float32)[:, None, None, None] + mx.arange(group.length)[:, None]
         new = mx.broadcast_to(positions, (group.num_requests, 1, group.length, 2))
         keys, values = view.update_and_fetch(new, new[..., :0])
         assert values.shape == (*keys.shape[:3], 0)
-        return keys[:, 0, :, 0].tolist(), None if mask is None else mask.reshape(-1, keys.shape[2]).tolist()
+        return keys[:, 0, :, 0].tolist(), mask.reshape(-1, keys.shape[2]).tolist()
 
-    step(ScheduledChunk("a", 0, 40, (0,) * 40, ((5, 9),), True, 0))
+    keys, mask = step(ScheduledChunk("a", 0, 40, (0,) * 40, ((5, 9),), True, 0))
+    assert keys == [list(range(40))]
+    assert mask == [[max(0, row - 3) <= key <= row for key in range(40)] for row in range(40)]
     step(ScheduledChunk("b", 0, 2, (0,) * 2, ((2,),), True, 0))
     keys, mask = step(ScheduledChunk("a", 40, 1, None, (), True, 1), ScheduledChunk("b", 2, 1, None, (), True, 1))
     assert keys == [[37, 38, 39, 40], [0, 0, 1, 2]]
     assert mask == [[True] * 4, [False, True, True, True]]
-    assert step(ScheduledChunk("a", 41, 1, None, (), True, 2)) == ([[38, 39, 40, 41]], None)
+    assert step(ScheduledChunk("a", 41, 1, None, (), True, 2)) == ([[38, 39, 40, 41]], [[True] * 4])
     keys, mask = step(ScheduledChunk("a", 42, 3, (0,) * 3, (), True, 3))
     assert keys == [[39, 40, 41, 42, 43, 44]]
     assert mask == [[True] * 4 + [False] * 2, [False] + [True] * 4 + [False], [False] * 2 + [True] * 4]
