@@ -15,7 +15,7 @@ from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.limits import QueueLoad, SchedulerLimits
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
-from mlx_server.batching.refusals import starvation
+from mlx_server.batching.refusals import expiry, starvation
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import StepShape
 from mlx_server.config import BLOCK_SIZE
@@ -260,6 +260,23 @@ class RequestTable:
         """Ends a request like `end`, because of an error, and returns its last output."""
         self.end(request, FinishReason.ERROR)
         return RequestOutput(request.request_id, (), FinishReason.ERROR, error=error)
+
+    def expires_s(self) -> float | None:
+        """When the next request has waited for its first step as long as the queue timeout; None if none will."""
+        first, timeout_s = next(iter(self.unscheduled.values()), None), self.limits.queue_timeout_s
+        return None if first is None or timeout_s is None else first.arrival_s + timeout_s
+
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends requests that have waited for their first step longer than the queue timeout."""
+        timeout_s = self.limits.queue_timeout_s
+        expired: list[RequestOutput] = []
+        while timeout_s is not None and self.unscheduled:
+            request = next(iter(self.unscheduled.values()))
+            waited_s = now - request.arrival_s
+            if waited_s <= timeout_s:
+                break
+            expired.append(self.fail(request, expiry(waited_s, timeout_s)))
+        return expired
 
     def end_pooled(self, computed: Mapping[str, Request], pooled: Mapping[str, Vector]) -> list[RequestOutput]:
         """Ends pooling requests whose results have come, and returns their outputs. Skips requests that are not in

@@ -21,7 +21,7 @@ from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.fair_order import by_holdings
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.policy import Policy, headroom
-from mlx_server.batching.refusals import check_size, displacements, expiry, grammar_error
+from mlx_server.batching.refusals import check_size, displacements, grammar_error
 from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted
 from mlx_server.batching.speculation.draft_room import DraftRoom
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
@@ -47,6 +47,9 @@ _BESIDE_MARGIN_S = 0.008
 margin of 10 ms, a request that arrived in the last 13 of 30 ms waited for a second step. A device that runs beside the
 host would be idle for 1 % of the time with 4 ms. For such a device the margin is larger, the time of a launch is added,
 and the share is smaller for a while after steps that ended early."""
+
+_LATE_S = 0.001
+"""By how much the loop wakes after a queue timeout, so that it is over then."""
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
@@ -194,15 +197,7 @@ class ContinuousBatchingScheduler:
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends requests that have waited for their first step longer than the queue timeout."""
-        timeout = self.limits.queue_timeout_s
-        expired: list[RequestOutput] = []
-        while timeout is not None and self._table.unscheduled:
-            request = next(iter(self._table.unscheduled.values()))
-            waited_s = now - request.arrival_s
-            if waited_s <= timeout:
-                break
-            expired.append(self._table.fail(request, expiry(waited_s, timeout)))
-        return expired
+        return self._table.expire(now)
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -433,9 +428,14 @@ class ContinuousBatchingScheduler:
         self._wake.set()
 
     async def _rest(self, now: float) -> None:
-        """Waits until something arrives, a load from disk takes too long, or blocks are to be saved because nothing
-        arrives."""
-        pause_s = None if self._table.disk is None else self._table.disk.rest_s(now, is_idle=not self._table.requests)
+        """Waits until something arrives, a request has waited too long, a load from disk takes too long, or blocks are
+        to be saved because nothing arrives."""
+        disk, expires_s = self._table.disk, self._table.expires_s()
+        pauses = [
+            None if disk is None else disk.rest_s(now, is_idle=not self._table.requests),
+            None if expires_s is None else max(expires_s - now, 0.0) + _LATE_S,
+        ]
+        pause_s = min((pause_s for pause_s in pauses if pause_s is not None), default=None)
         with suppress(TimeoutError):
             # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
             async with asyncio.timeout(pause_s):

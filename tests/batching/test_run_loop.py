@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SchedulerOutput
-from mlx_server.request import FinishReason
+from mlx_server.outputs import ImageResult, ModelRunnerOutput, RequestOutput, SchedulerOutput
+from mlx_server.request import FinishReason, PromptImage
 from tests.batching.worlds import (
     FakeExecutor,
     FakeRunner,
@@ -248,6 +248,29 @@ async def test_who_waits_for_too_long_is_reported(is_async: bool) -> None:
         await loop.until(lambda: loop.is_done("waits"))
         reasons = [output.finish_reason for output in loop.outputs if output.request_id == "waits"]
         assert reasons == [FinishReason.ERROR]
+
+
+def test_who_waits_for_an_image_for_too_long_is_reported_although_nothing_else_happens() -> None:
+    async def main() -> None:
+        loop, clock = Loop(is_async=True, queue_timeout_s=5.0), asyncio.get_running_loop().time
+        encoding: asyncio.Future[ImageResult] = asyncio.get_running_loop().create_future()
+        loop.executor.encode = lambda job: encoding  # type: ignore[attr-defined]
+        ended_s = dict[str, float]()
+
+        def deliver(outputs: list[RequestOutput]) -> None:
+            ended_s.update((output.request_id, clock()) for output in outputs)
+
+        task = asyncio.create_task(loop.scheduler.run(loop.executor, clock, deliver))
+        for arrival_s, name in ((0.0, "first"), (2.0, "second")):
+            await asyncio.sleep(arrival_s - clock())
+            image = PromptImage(10, 64, name.encode().ljust(32), {})
+            loop.scheduler.add_request(make_request(name, 200, arrival_s=arrival_s, images=(image,)))
+        await asyncio.sleep(60.0)
+        assert ended_s == pytest.approx({"first": 5.0, "second": 7.0}, abs=0.01)
+        loop.scheduler.stop()
+        await task
+
+    run_virtually(main())
 
 
 @BOTH_MODES
