@@ -45,20 +45,26 @@ from mlx_server.runtime.models.vision_towers import SOUND
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a model needs when it is loaded: weights, room for a step's activations, first KV blocks and states."""
+    """What a model needs when it is loaded: weights, room for the activations of its steps and of its vision encoder,
+    first KV blocks and states."""
 
     weights_bytes: int
-    activation_bytes: int
+    step_bytes: int
     kv_bytes: int
+    encoder_bytes: int = 0
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.step_bytes + self.encoder_bytes
 
     @property
     def total_bytes(self) -> int:
         return self.weights_bytes + self.activation_bytes + self.kv_bytes
 
     def plus(self, other: MemoryNeed) -> MemoryNeed:
-        """The need of both models, whose steps never run at the same time."""
-        activation_bytes = max(self.activation_bytes, other.activation_bytes)
-        return MemoryNeed(self.weights_bytes + other.weights_bytes, activation_bytes, self.kv_bytes + other.kv_bytes)
+        """The need of both models, whose steps never run at the same time, but each between the pieces of an image."""
+        steps, encoder = max(self.step_bytes, other.step_bytes), max(self.encoder_bytes, other.encoder_bytes)
+        return MemoryNeed(self.weights_bytes + other.weights_bytes, steps, self.kv_bytes + other.kv_bytes, encoder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +321,7 @@ def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> Mem
 
 
 def _estimate_model(config: Config) -> MemoryNeed:
-    settings, num_ranks, sees, held = config.model, config.fleet.tensor_parallel_size, False, 0
+    settings, num_ranks, sees, held, encoder_bytes = config.model, config.fleet.tensor_parallel_size, False, 0, 0
     folder = find_model(settings)
     if folder is None:
         described: Mapping[str, Any] = random_models.config_of(settings.model)
@@ -339,13 +345,12 @@ def _estimate_model(config: Config) -> MemoryNeed:
         stored = {tensor["dtype"] for tensor in tensors.values()}
     weights += sum(adapter_bytes(find_adapter(adapter), settings) for adapter in settings.adapters)
     text = {**described, **(described.get("text_config") or {})}
-    activations = _activation_bytes(config, text, weights)
     if sees:
         item_bytes = _item_bytes(settings, 2)
         max_pixels = encoder_pixels(folder, described, config.server.max_image_pixels)
-        activations += vision_bytes(described, max_pixels=max_pixels, item_bytes=item_bytes)
+        encoder_bytes = vision_bytes(described, max_pixels=max_pixels, item_bytes=item_bytes)
     kv_bytes = _pool_bytes(config, described, stored) + held * _item_bytes(settings, 2)
-    return MemoryNeed(weights, activations, kv_bytes)
+    return MemoryNeed(weights, _activation_bytes(config, text, weights), kv_bytes, encoder_bytes)
 
 
 def adapter_bytes(adapter: Adapter, settings: ModelConfig) -> int:

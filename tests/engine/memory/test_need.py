@@ -92,6 +92,12 @@ def test_two_models_need_the_weights_of_both_and_the_steps_of_one() -> None:
     assert MemoryNeed(1, 50, 300).plus(MemoryNeed(4, 20, 600)).total_bytes == 5 + 50 + 900
 
 
+def test_an_image_is_encoded_between_the_steps_of_the_model_and_between_those_that_draft() -> None:
+    seeing, large_draft = MemoryNeed(1, 20, 300, encoder_bytes=7000), MemoryNeed(4, 50, 600)
+    assert seeing.plus(large_draft) == MemoryNeed(5, 50, 900, 7000)
+    assert seeing.plus(large_draft).activation_bytes == 7050
+
+
 TOWER = {
     "hidden_size": 64,
     "depth": 2,
