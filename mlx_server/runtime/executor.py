@@ -96,12 +96,20 @@ class _Calls:
 
     def advance(self) -> None:
         start_s = self._thread.clock()
-        self._thread.judge(self._waiting.popleft().run())
+        if (call := self._take()) is not None:
+            self._thread.judge(call.run())
         self._thread.charge(self, self._thread.clock() - start_s)
 
     def abandon(self, error: BaseException) -> None:
-        while self._waiting:
-            self._waiting.popleft().fail(error)
+        while (call := self._take()) is not None:
+            call.fail(error)
+
+    def _take(self) -> _Call[Any] | None:
+        """The next call, for one thread: any may abandon those that the MLX thread has not taken."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
 
     def distrust(self, error: BaseException) -> None:
         """Waiting calls have not begun."""

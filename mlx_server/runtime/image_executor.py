@@ -12,6 +12,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ImageJob, ImageResult
 from mlx_server.runtime.device_queue import DeviceStep
 from mlx_server.runtime.executor import MLXThread
@@ -37,7 +38,10 @@ class _Encoding:
     num_done: int = 0
     seconds: float = 0.0
 
-    def finish(self, result: ImageResult) -> None:
+    def finish(self, error: BaseException | None = None, *, is_encoded: bool = False) -> None:
+        """Any thread; the first call counts."""
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        result = ImageResult(is_encoded, self.pieces is not None, message)
         self._on_loop(lambda: None if self.future.done() else self.future.set_result(result))
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
@@ -92,7 +96,7 @@ class ImageExecutor:
         loop = asyncio.get_running_loop()
         encoding = _Encoding(job, loop, loop.create_future())
         if not self._thread.offer(lambda: self._waiting.append(encoding)):
-            encoding.finish(ImageResult(is_encoded=False, was_run=False, error="the MLX thread has stopped"))
+            encoding.finish(EngineDeadError("the MLX thread has stopped"))
         return encoding.future
 
     def close(self) -> None:
@@ -150,8 +154,9 @@ class ImageExecutor:
             self._finish(error)
 
     def abandon(self, error: BaseException) -> None:
-        while self._waiting:
-            self._finish(error)
+        """The thread keeps its queue, which it may be reading now."""
+        for encoding in tuple(self._waiting):
+            encoding.finish(error)
 
     def _let_go(self) -> None:
         self._waiting.clear()
@@ -174,9 +179,7 @@ class ImageExecutor:
         self._thread.judge(error)
 
     def _finish(self, error: BaseException | None = None, *, is_encoded: bool = False) -> None:
-        encoding = self._waiting.popleft()
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        encoding.finish(ImageResult(is_encoded, encoding.pieces is not None, message))
+        self._waiting.popleft().finish(error, is_encoded=is_encoded)
 
 
 def _wait(end: mx.array) -> None:

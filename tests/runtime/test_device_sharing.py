@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -375,3 +377,23 @@ def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, caplog: pytest.Lo
     assert all("no clock" in str(end) for end in ends[:4])
     assert bench.log == []
     assert "The MLX thread has died" in caplog.text
+
+
+async def test_a_thread_may_be_given_up_when_it_takes_a_call(caplog: pytest.LogCaptureFixture):
+    """By any thread, as when another rank of a model is lost."""
+    lost = threading.Event()
+
+    def clock() -> float:  # which is read before a call is taken
+        if lost.is_set():
+            lost.clear()
+            other = threading.Thread(target=thread.give_up, args=(EngineDeadError("a rank is lost"),))
+            other.start()
+            other.join()
+        return time.monotonic()
+
+    thread = MLXThread(clock)
+    lost.set()
+    with pytest.raises(EngineDeadError, match="a rank is lost"):
+        await asyncio.wait_for(asyncio.wrap_future(thread.call(lambda: None)), 30)
+    await asyncio.to_thread(thread._thread.join, 30)
+    assert caplog.text == "", "the thread ends, and not by an error"

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ImageJob, ImageResult, ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import FinishReason, PromptImage, Request
 from mlx_server.runtime import image_executor
@@ -130,7 +131,27 @@ async def test_nobody_waits_for_a_thread_that_has_stopped():
     thread = MLXThread()
     thread.stop()
     _, result = await encode(thread, Encoder(), job())
-    assert result == ImageResult(is_encoded=False, was_run=False, error="the MLX thread has stopped")
+    error = "EngineDeadError: the MLX thread has stopped"
+    assert result == ImageResult(is_encoded=False, was_run=False, error=error)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+async def test_a_thread_may_be_given_up_while_it_encodes(is_cached, caplog):
+    """By any thread, as when another rank of a model is lost."""
+    thread, error = MLXThread(), EngineDeadError("a rank is lost")
+
+    class Losing(Encoder):
+        def begin(self, job: ImageJob) -> Pieces | None:
+            other = threading.Thread(target=thread.give_up, args=(error,))
+            other.start()
+            other.join()
+            return None if is_cached else self.pieces
+
+    executor = ImageExecutor(thread, Losing())  # type: ignore[arg-type]
+    result = await asyncio.wait_for(executor.encode(job()), 30)
+    assert result.error == "EngineDeadError: a rank is lost"
+    await asyncio.to_thread(thread._thread.join, 30)
+    assert caplog.text == "", "the thread ends, and not by an error"
 
 
 async def test_pieces_pause_while_others_use_the_device(thread):
