@@ -64,7 +64,8 @@ class StepExecutor(Protocol):
 
 class Executor(StepExecutor, Protocol):
     def encode(self, job: ImageJob) -> asyncio.Future[ImageResult]:
-        """Queues an image for the vision encoder, which runs between steps. As `submit`, but without exceptions."""
+        """Queues an image for the vision encoder, which begins it behind the steps submitted before and runs between
+        steps. As `submit`, but without exceptions."""
 
 
 class ContinuousBatchingScheduler:
@@ -381,14 +382,14 @@ class ContinuousBatchingScheduler:
                     is_result_here = bool((await asyncio.wait(results, timeout=pause_s))[0])
                 else:
                     output = self._schedule_next(now, deliver)
-                    if self.images.is_active and (job := self.images.begin()) is not None:
-                        executor.encode(job).add_done_callback(self._on_encoded)
                     if output is not None:
                         began_s = began_s if results else now
                         results.append(executor.submit(output))
                         results[-1].add_done_callback(lambda _: self._wake.set())
-                        if len(results) < max_submitted:
-                            continue
+                    if self.images.is_active and (job := self.images.begin()) is not None:
+                        executor.encode(job).add_done_callback(self._on_encoded)
+                    if output is not None and len(results) < max_submitted:
+                        continue
                     if not results:
                         await self._rest(now)
                         continue

@@ -279,16 +279,16 @@ async def _load_parts(
         vision = await asyncio.to_thread(seeing)
     scheduler = _make_scheduler(config, info, kv_memory, limits, around.is_shared, draft, disk)
     max_model_len = _within_pool(limit, scheduler.blocks.groups.max_tokens(info.max_blocks))
+    leading = ranks.leading(runner if draft is None else draft.runner)
+    executor = MLXExecutor(around.thread, leading, settings.device_share)
     return EngineParts(
         loaded=loaded,
         text=text,
         runner=runner,
         info=info,
         scheduler=scheduler,
-        executor=MLXExecutor(
-            around.thread, ranks.leading(runner if draft is None else draft.runner), settings.device_share
-        ),
-        images=None if runner.images is None else ImageExecutor(around.thread, runner.images, settings.device_share),
+        executor=executor,
+        images=None if runner.images is None else ImageExecutor(around.thread, runner.images, executor),
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
         max_model_len=max_model_len,

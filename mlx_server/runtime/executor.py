@@ -118,8 +118,9 @@ class _Calls:
 class MLXThread:
     """Loads, runs and unloads all models, since MLX's streams belong to the thread that made them.
 
-    The executors share the thread's time in proportion to their weights; all calls together count as one more executor.
-    So a model's steps wait for at most one step, or one piece of loading, of another model.
+    The models share the thread's time in proportion to their weights; all calls together count as one more model. So a
+    model's steps wait for at most one step, or one piece of loading, of another model. Its steps and its images have
+    equal parts of its share.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class MLXThread:
         self.device = DeviceQueue(clock, self.notify)
         self._condition = threading.Condition()
         self._calls = _Calls(self)
-        self._workers: FairShare[Worker] = FairShare()
-        self._workers.add(self._calls)
+        self._models: FairShare[FairShare[Worker]] = FairShare()
+        self._model_of: dict[Worker, FairShare[Worker]] = {}
+        self.attach(self._calls)
         self._is_stopping = False
         self._is_lost = False
         self.charged_s = 0.0  # to all workers so far
@@ -173,19 +175,30 @@ class MLXThread:
             self._condition.notify()
             return True
 
-    def attach(self, worker: Worker, weight: float) -> None:
+    def attach(self, worker: Worker, weight: float = 1.0, *, beside: Worker | None = None) -> None:
+        """`weight` is the share of its model, or it has an equal part of the share of the one `beside`."""
         with self._condition:
-            self._workers.add(worker, weight)
+            if beside is not None:
+                model = self._model_of[beside]
+            else:
+                self._models.add(model := FairShare(), weight)
+            model.add(worker)
+            self._model_of[worker] = model
 
     def detach(self, worker: Worker) -> None:
         with self._condition:
-            self._workers.remove(worker)
+            model = self._model_of.pop(worker)
+            model.remove(worker)
+            if model not in self._model_of.values():
+                self._models.remove(model)
 
     def charge(self, worker: Worker, seconds: float) -> None:
         """The worker has used the device for `seconds`."""
         with self._condition:
-            self._workers.charge(worker, seconds)
             self.charged_s += seconds
+            if (model := self._model_of.get(worker)) is not None:
+                model.charge(worker, seconds)
+                self._models.charge(model, seconds)
 
     def judge(self, error: BaseException | None) -> None:
         """Call with what a step or call has raised. An error of the device fails all launched steps: MLX tells it once,
@@ -193,7 +206,7 @@ class MLXThread:
         message = _device_message(error)
         if message is not None:
             with self._condition:
-                workers = list(self._workers)
+                workers = list(self._model_of)
             for worker in workers:
                 worker.distrust(RuntimeError(message))  # `error` refers to the model that met it
 
@@ -233,7 +246,7 @@ class MLXThread:
     def _abandon_all(self, error: EngineDeadError) -> None:
         with self._condition:
             self._is_stopping = True
-            workers = list(self._workers)
+            workers = list(self._model_of)
         for worker in workers:
             worker.abandon(error)
 
@@ -243,7 +256,8 @@ class MLXThread:
             while True:
                 if self.device.is_oldest_over:
                     return self.device.settle_oldest
-                if (worker := self._workers.next(lambda worker: worker.has_work)) is not None:
+                model = self._models.next(lambda model: any(worker.has_work for worker in model))
+                if model is not None and (worker := model.next(lambda worker: worker.has_work)) is not None:
                     return worker.advance
                 if self._is_stopping and self.device.is_empty:
                     return None
@@ -296,6 +310,7 @@ class MLXExecutor:
         self._failed: deque[_Submission] = deque()
         self._error: BaseException | None = None
         self._last_step_s = 0.0
+        self.num_submitted = self.num_launched = 0  # steps so far
         thread.attach(self, weight)
 
     @property
@@ -317,6 +332,8 @@ class MLXExecutor:
         submission = _Submission(output, loop, future)
         if self._error is not None or not self._thread.offer(lambda: self._submissions.append(submission)):
             future.set_exception(self._error or _stopped())
+        else:
+            self.num_submitted += 1
         return future
 
     def close(self) -> None:
@@ -332,6 +349,7 @@ class MLXExecutor:
             self._launch(submission)
         except BaseException as error:
             self._fail(error, submission)
+        self.num_launched += 1
 
     def abandon(self, error: BaseException) -> None:
         launched = [entry.submission for entry in tuple(self._launched)]

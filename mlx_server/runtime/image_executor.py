@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ImageJob, ImageResult
 from mlx_server.runtime.device_queue import DeviceStep
-from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.vision import ImageEncoder, ImagePieces
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,11 @@ single module is."""
 
 @dataclass(slots=True, eq=False)
 class _Encoding:
-    """An image on its way. `num_ahead` is how many outputs of modules the next piece has; `num_done` of them took
-    `seconds`."""
+    """An image on its way, behind the first `num_steps` steps of its model. `num_ahead` is how many outputs of modules
+    the next piece has; `num_done` of them took `seconds`."""
 
     job: ImageJob
+    num_steps: int
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[ImageResult]
     pieces: ImagePieces | None = None
@@ -71,10 +72,15 @@ class ImageExecutor:
     without it the next piece would begin while the host composes their next step. There is no pause while others have
     used the device for a piece longer than the image: after a step of 200 ms, twenty pieces of 10 ms follow each other.
     What has failed fails one image alone, and an image whose request has ended stops at the next piece.
+
+    An image is begun when the steps that were submitted before it are launched, since they may use earlier images, and
+    when no piece of an earlier one is on the device, since the memory of one encoder is booked.
     """
 
-    def __init__(self, thread: MLXThread, encoder: ImageEncoder, weight: float = 1.0) -> None:
+    def __init__(self, thread: MLXThread, encoder: ImageEncoder, steps: MLXExecutor) -> None:
+        """`steps` runs the steps of the same model."""
         self._thread = thread
+        self._steps = steps
         self._device = thread.device
         self._encoder = encoder
         self._waiting: deque[_Encoding] = deque()
@@ -82,19 +88,21 @@ class ImageExecutor:
         self._is_pausing = False
         self._charged_s = 0.0  # to all, when the image began, or its last piece ended
         self._behind_s = 0.0  # how much longer than the image others have used the device
-        thread.attach(self, weight)
+        thread.attach(self, beside=steps)
 
     @property
     def has_work(self) -> bool:
         if not self._waiting or not self._device.has_room or self._is_pausing:
             return False
-        pieces = self._waiting[0].pieces
-        return pieces is None or pieces.num_left > 0
+        encoding = self._waiting[0]
+        if encoding.pieces is None:
+            return self._steps.num_launched >= encoding.num_steps and not self._launched
+        return encoding.pieces.num_left > 0
 
     def encode(self, job: ImageJob) -> asyncio.Future[ImageResult]:
         """Queues an image; returns a future of the running loop, which has no exception."""
         loop = asyncio.get_running_loop()
-        encoding = _Encoding(job, loop, loop.create_future())
+        encoding = _Encoding(job, self._steps.num_submitted, loop, loop.create_future())
         if not self._thread.offer(lambda: self._waiting.append(encoding)):
             encoding.finish(EngineDeadError("the MLX thread has stopped"))
         return encoding.future

@@ -135,10 +135,9 @@ def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
 
 @dataclass(slots=True)
 class _Seen:
-    """A running request with images: the ids, images and positions `[3, P]` of its prompt (None if they are those of
-    text), and how many of its tokens have been computed."""
+    """A running request with images: the images and positions `[3, P]` of its prompt (None if they are those of text),
+    and how many of its tokens have been computed."""
 
-    token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...]
     positions: IntArray | None
     num_computed: int = 0
@@ -162,9 +161,10 @@ class _Seen:
 class ImageEncoder:
     """The vision encoder of a model, and a cache of encoded images. MLX thread only.
 
-    An image is encoded in pieces before the step that computes the first of its placeholders, else in that step as a
-    whole. The cache is limited to `max_bytes`: the least recently used images are evicted, but none that a running
-    request has partly computed, and of those encoded in pieces not the last two before their requests use them.
+    An image is here before the step that computes the first of its placeholders. The cache is limited to `max_bytes`:
+    the least recently used images are evicted, but none that a running request has partly computed, and not the last
+    two before their requests use them. One would be enough: when an image is begun, all steps that use earlier ones are
+    launched, and until it is encoded, steps use only images that their requests have partly computed.
     """
 
     def __init__(self, model: ReadsImages, max_bytes: int) -> None:
@@ -204,7 +204,7 @@ class ImageEncoder:
         positions = None
         if self._merge is not None:
             positions = mrope_positions(data.images, len(data.prompt_token_ids), self._merge)
-        self._requests[data.request_id] = _Seen(data.prompt_token_ids, data.images, positions)
+        self._requests[data.request_id] = _Seen(data.images, positions)
 
     def drop(self, request_id: str) -> None:
         """Call when a request has ended or was preempted."""
@@ -212,8 +212,7 @@ class ImageEncoder:
             self._shrink()
 
     def rows(self, chunks: Sequence[ScheduledChunk], positions: IntArray) -> ImageRows | None:
-        """What images change in a step whose rows have `positions` `[T]` in their requests; encodes images that were
-        not. None if nothing changes."""
+        """What images change in a step whose rows have `positions` `[T]` in their requests; None if nothing does."""
         if not self._requests:
             return None
         rows: list[IntArray] = []
@@ -231,7 +230,7 @@ class ImageEncoder:
                         if image.is_bidirectional:
                             assert stop == image.end, "a chunk ends within an image that sees both ways"
                             spans.append((first + begin - start, first + stop - start))
-                        encoded = self._take(image, seen, chunk.request_id)
+                        encoded = self._take(image, chunk.request_id)
                         parts.append(encoded.rows(begin - image.start, stop - image.start))
                         rows.append(np.arange(begin, stop, dtype=np.int32) + np.int32(first - start))
                 if moved is not None and (own := seen.positions_of(start, end)) is not None:
@@ -245,15 +244,11 @@ class ImageEncoder:
         both_ways = np.array(spans, np.int32).reshape(-1, 2)
         return ImageRows(places, _joined(parts), moved, both_ways, self._model.spans_in_windows)
 
-    def _take(self, image: PromptImage, seen: _Seen, request_id: str) -> EncodedImage:
-        encoded = self._encoded.get(image.digest)
-        if encoded is None:
-            encoded = encode(self._model, seen.token_ids[image.start : image.end], image.inputs)
-            self._encoded[image.digest] = encoded
+    def _take(self, image: PromptImage, request_id: str) -> EncodedImage:
         if (image.digest, request_id) in self._unused:
             self._unused.remove((image.digest, request_id))
         self._encoded.move_to_end(image.digest)
-        return encoded
+        return self._encoded[image.digest]
 
     def _shrink(self) -> None:
         """Evicts images beyond the limit."""
@@ -267,32 +262,20 @@ class ImageEncoder:
                 num_bytes -= self._encoded.pop(digest).num_bytes
 
 
-def encode(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
-    """Encodes an image with `model`; `token_ids` are its placeholders. Submits the work and does not wait. Raises
-    whatever the model's code raises."""
-    encoded = _embed(model, token_ids, inputs)
-    mx.async_eval(*encoded.arrays)  # type: ignore[no-untyped-call]
-    return encoded
-
-
-def _embed(model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
-    arrays = {name: mx.array(value) for name, value in inputs.items()}
-    return model.embed_image(mx.array([list(token_ids)]), arrays)
-
-
 class ImagePieces:
-    """The encoding of an image, computed a piece at a time with the bits of `encode`. MLX thread only.
+    """The encoding of an image, computed a piece at a time with the bits of the whole. MLX thread only.
 
     The whole graph is built at first, lazily. What each module of the encoder returns is where a piece may end.
     """
 
     def __init__(self, model: ReadsImages, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> None:
-        """As `encode`, but submits nothing."""
+        """Builds the graph for an image whose placeholders are `token_ids`. Raises whatever the model's code raises."""
         self._outputs: deque[mx.array] = deque()
         modules = {id(module): module for part in model.encoder_parts for module in part.modules()}
         taps = Taps(modules.values(), self._note)
         try:
-            self.encoded = _embed(model, token_ids, inputs)
+            arrays = {name: mx.array(value) for name, value in inputs.items()}
+            self.encoded = model.embed_image(mx.array([list(token_ids)]), arrays)
         finally:
             taps.remove()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import ImageResult, ModelRunnerOutput, RequestOutput, SchedulerOutput
+from mlx_server.outputs import ImageJob, ImageResult, ModelRunnerOutput, RequestOutput, SchedulerOutput
 from mlx_server.request import FinishReason, PromptImage
 from tests.batching.worlds import (
     FakeExecutor,
@@ -271,6 +271,31 @@ def test_who_waits_for_an_image_for_too_long_is_reported_although_nothing_else_h
         await task
 
     run_virtually(main())
+
+
+@BOTH_MODES
+async def test_a_step_is_submitted_before_the_image_that_may_displace_what_it_needs(is_async: bool) -> None:
+    async with running(is_async=is_async) as loop:
+        happened: list[tuple[str, str]] = []
+        submit = loop.executor.submit
+
+        def noting(output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+            happened.extend(("computed", name) for name in chunks(output))
+            return submit(output)
+
+        def encode(job: ImageJob) -> asyncio.Future[ImageResult]:
+            happened.append(("encoded", job.request.request_id))
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(ImageResult(is_encoded=True, was_run=True))
+            return future
+
+        loop.executor.submit = noting  # type: ignore[method-assign]
+        loop.executor.encode = encode  # type: ignore[attr-defined]
+        for name in "ab":
+            image = PromptImage(10, 64, name.encode() * 32, {})
+            loop.scheduler.add_request(make_request(name, 300, 1, images=(image,)))
+        await loop.until(lambda: loop.is_done("a", "b"))
+    assert happened == [("encoded", "a"), ("computed", "a"), ("encoded", "b"), ("computed", "b")]
 
 
 @BOTH_MODES

@@ -128,6 +128,17 @@ def test_weights_are_shares_of_the_time(bench: Bench):
     assert Counter(bench.launched()[:40]) == {"a": 30, "b": 10}
 
 
+def test_what_is_beside_a_model_s_steps_has_half_of_the_model_s_share(bench: Bench):
+    """As its images: else a model that sees would have two shares."""
+    a, b, images = (bench.executor(name, 1.0) for name in ("a", "b", "images of a"))
+    bench.thread.detach(images)
+    bench.thread.attach(images, beside=a)
+    bench.run(lambda: submit(a, 60) + submit(b, 60) + submit(images, 60))
+    assert Counter(bench.launched()[:80]) == {"b": 40, "a": 20, "images of a": 20}
+    bench.thread.detach(a)
+    assert bench.run(lambda: submit(images, 1) + submit(b, 1)), "they go on where the steps have left"
+
+
 def test_pieces_of_a_load_and_steps_take_turns(bench: Bench):
     """Behind a piece, the device gets as many steps as it may have."""
     a = bench.executor("a", 1.0)

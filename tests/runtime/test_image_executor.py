@@ -60,6 +60,30 @@ class Timed(ImageExecutor):
         super().settle(self.each_s * self._launched[0].num_outputs, 0.0)
 
 
+class Steps:
+    """Steps that take `step_s` on the device."""
+
+    launch_is_host_only = True
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s, self.count = step_s, 0
+
+    def launch(self, step: SchedulerOutput) -> Any:
+        self.count += 1
+
+    def wait(self, launched: Any) -> None:
+        time.sleep(self.step_s)
+
+    def fetch(self, launched: Any) -> ModelRunnerOutput:
+        return ModelRunnerOutput(0, {})
+
+
+def made(thread: MLXThread, encoder: Any, each_s: float = 0.0) -> Timed:
+    executor = Timed(thread, encoder, MLXExecutor(thread, Steps()))  # type: ignore[arg-type]
+    executor.each_s = each_s
+    return executor
+
+
 def job() -> ImageJob:
     image = PromptImage(1, 2, bytes(32), {})
     return ImageJob(
@@ -75,8 +99,7 @@ def thread(request: pytest.FixtureRequest) -> Iterator[MLXThread]:
 
 
 async def encode(thread: MLXThread, encoder: Any, job: ImageJob, each_s: float = 0.0) -> tuple[Timed, ImageResult]:
-    executor = Timed(thread, encoder)
-    executor.each_s = each_s
+    executor = made(thread, encoder, each_s)
     return executor, await asyncio.wait_for(executor.encode(job), 30)
 
 
@@ -116,7 +139,7 @@ async def test_an_error_in_a_piece_fails_the_image_and_not_the_next(thread):
 
 
 async def test_an_error_of_the_device_fails_the_image(thread):
-    executor, encoder = Timed(thread, Encoder()), Encoder()  # type: ignore[arg-type]
+    executor, encoder = made(thread, Encoder()), Encoder()
     executor._encoder = encoder
     encoder.pieces._before = lambda count: thread.judge(RuntimeError("[METAL] lost")) if count == 3 else None
     result = await asyncio.wait_for(executor.encode(job()), 30)
@@ -135,6 +158,42 @@ async def test_nobody_waits_for_a_thread_that_has_stopped():
     assert result == ImageResult(is_encoded=False, was_run=False, error=error)
 
 
+async def test_an_image_is_begun_behind_the_steps_that_were_submitted_before_it(thread):
+    """They may use the images before it, which it may displace. Although it is the encoder's turn."""
+    happened, may_go = list[str](), threading.Event()
+    steps, encoder = MLXExecutor(thread, Steps()), Encoder(lambda count: happened.append("piece"))
+    executor = ImageExecutor(thread, encoder, steps)  # type: ignore[arg-type]
+    steps._runner.launch = lambda step: happened.append("step")  # type: ignore[assignment, return-value]
+    thread.charge(steps, 1e9)
+    thread.call(may_go.wait)
+    futures = [steps.submit(STEP), steps.submit(STEP), executor.encode(job())]
+    may_go.set()
+    await asyncio.wait_for(asyncio.gather(*futures), 30)
+    assert happened[:3] == ["step", "step", "piece"]
+
+
+async def test_an_image_is_begun_when_no_piece_of_another_is_on_the_device(monkeypatch, thread):
+    """The memory of one encoder is booked."""
+    first, may_end, num_launched = job(), threading.Semaphore(0), list[int]()
+    monkeypatch.setattr(image_executor, "_wait", lambda end: may_end.acquire())
+
+    class Counting(Encoder):
+        def begin(self, job: ImageJob) -> Pieces:
+            num_launched.append(len(executor._launched))
+            return Pieces(lambda count: None)
+
+    executor = made(thread, Counting(), 1.0)
+    futures = [executor.encode(first), executor.encode(job())]
+    await asyncio.sleep(0.05)  # as many pieces are launched as may be
+    first.request.finish_reason = FinishReason.ABORT
+    may_end.release()
+    await asyncio.sleep(0.05)
+    may_end.release(2 * NUM_OUTPUTS)
+    results = await asyncio.wait_for(asyncio.gather(*futures), 30)
+    assert [result.is_encoded for result in results] == [False, True]
+    assert num_launched == [0, 0]
+
+
 @pytest.mark.parametrize("is_cached", [True, False])
 async def test_a_thread_may_be_given_up_while_it_encodes(is_cached, caplog):
     """By any thread, as when another rank of a model is lost."""
@@ -147,7 +206,7 @@ async def test_a_thread_may_be_given_up_while_it_encodes(is_cached, caplog):
             other.join()
             return None if is_cached else self.pieces
 
-    executor = ImageExecutor(thread, Losing())  # type: ignore[arg-type]
+    executor = made(thread, Losing())
     result = await asyncio.wait_for(executor.encode(job()), 30)
     assert result.error == "EngineDeadError: a rank is lost"
     await asyncio.to_thread(thread._thread.join, 30)
@@ -157,32 +216,13 @@ async def test_a_thread_may_be_given_up_while_it_encodes(is_cached, caplog):
 async def test_pieces_pause_while_others_use_the_device(thread):
     """Not before the first one is over, which does not know yet."""
     encoder = Encoder(lambda count: thread.charge(others, 0.001) if count < 5 else None)
-    others, paused = Timed(thread, Encoder()), []  # type: ignore[arg-type]
-    executor = Timed(thread, encoder)  # type: ignore[arg-type]
-    executor.each_s = 0.01
+    others, paused = made(thread, Encoder()), []
+    executor = made(thread, encoder, 0.01)
     go_on = executor._go_on
     executor._go_on = lambda: (paused.append(len(encoder.pieces.sizes)), go_on())[1]  # type: ignore[method-assign]
     assert (await asyncio.wait_for(executor.encode(job()), 30)).is_encoded
     assert 3 <= len(paused) <= 6
     assert max(paused) <= 6
-
-
-class Steps:
-    """Steps that take `step_s` on the device."""
-
-    launch_is_host_only = True
-
-    def __init__(self, step_s: float) -> None:
-        self.step_s, self.count = step_s, 0
-
-    def launch(self, step: SchedulerOutput) -> Any:
-        self.count += 1
-
-    def wait(self, launched: Any) -> None:
-        time.sleep(self.step_s)
-
-    def fetch(self, launched: Any) -> ModelRunnerOutput:
-        return ModelRunnerOutput(0, {})
 
 
 @pytest.mark.parametrize("step_s", [0.005, 0.05])
@@ -192,7 +232,7 @@ async def test_an_image_and_steps_share_the_device_however_long_the_steps_are(mo
     waits = iter(encoder.pieces.sizes)  # which grows
     monkeypatch.setattr(image_executor, "_wait", lambda end: time.sleep(each_s * next(waits)))
     steps = MLXExecutor(thread, runner)
-    executor, is_over = ImageExecutor(thread, encoder), False  # type: ignore[arg-type]
+    executor, is_over = ImageExecutor(thread, encoder, steps), False  # type: ignore[arg-type]
 
     async def others() -> None:
         while not is_over:
@@ -211,7 +251,7 @@ async def test_a_closed_executor_keeps_nothing_of_its_model(monkeypatch, thread)
     is_begun, may_end = threading.Event(), threading.Event()
     monkeypatch.setattr(image_executor, "_wait", lambda end: (is_begun.set(), may_end.wait(30)))
     encoder = Encoder()
-    executor, model = ImageExecutor(thread, encoder), [weakref.ref(encoder), weakref.ref(encoder.pieces)]  # type: ignore[arg-type]
+    executor, model = made(thread, encoder), [weakref.ref(encoder), weakref.ref(encoder.pieces)]
     future = executor.encode(job())
     await asyncio.to_thread(is_begun.wait, 30)
     del encoder

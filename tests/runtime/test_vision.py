@@ -8,7 +8,7 @@ import pytest
 
 from mlx_server.outputs import ImageJob, NewRequestData
 from mlx_server.request import Request
-from mlx_server.runtime.vision import ImageEncoder, ImagePieces, encode
+from mlx_server.runtime.vision import ImageEncoder, ImagePieces
 from mlx_server.sampling_params import SamplingParams
 from tests.vision_configs import CONFIGS
 from tests.vision_worlds import picture, prompt_of, tiny_vlm
@@ -20,7 +20,8 @@ def test_pieces_have_the_bits_of_the_whole(monkeypatch, model_type, num_outputs)
     model, image = tiny_vlm(model_type).loaded.model, picture(model_type, 1)
     ids, (image,) = prompt_of([image])
     token_ids = ids[image.start : image.end]
-    whole = encode(model, token_ids, image.inputs)
+    arrays = {name: mx.array(value) for name, value in image.inputs.items()}
+    whole = model.embed_image(mx.array([token_ids]), arrays)
     classes = [type(module) for module in model.modules()]
     with monkeypatch.context() as patched:
         patched.setattr(mx, "eval", lambda *_: pytest.fail("the device is waited for"))

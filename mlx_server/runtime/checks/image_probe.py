@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_server.outputs import NewRequestData, ScheduledChunk
-from mlx_server.request import PromptImage
+from mlx_server.outputs import ImageJob, NewRequestData, ScheduledChunk
+from mlx_server.request import PromptImage, Request
 from mlx_server.runtime.checks.image_families import (
     IMAGE_FAMILIES,
     TEXT_ONLY,
@@ -25,7 +25,7 @@ from mlx_server.runtime.checks.probe import TOLERANCES, TrialRequests, relative_
 from mlx_server.runtime.layers.adapters import is_adapted
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.vlm import vlm_module
-from mlx_server.runtime.vision import ImageEncoder, ImageRows, ReadsImages
+from mlx_server.runtime.vision import ImageEncoder, ImagePieces, ImageRows, ReadsImages
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,11 @@ def _ragged_logits(
     trial = TrialRequests(
         runner, {"image": [*prompt, following], "text": [*prompt[: image.start], following, following]}
     )
-    encoder.add(NewRequestData("image", tuple(prompt), (), SamplingParams(), frozenset(), images=(image,)))
+    most = len(prompt) + 1
+    request = Request("image", prompt, SamplingParams(), arrival_s=0.0, max_total_tokens=most, images=(image,))
+    job = ImageJob(request, image)
+    encoder.keep(job, ImagePieces(model, job.token_ids, image.inputs).encoded)
+    encoder.add(NewRequestData.of(request, None))
 
     def run(*chunks: ScheduledChunk) -> mx.array:
         """Logits of the last row, which belongs to the request with the image."""

@@ -17,8 +17,8 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.families import FAMILIES
-from mlx_server.outputs import NewRequestData, ScheduledChunk
-from mlx_server.request import PromptImage
+from mlx_server.outputs import ImageJob, NewRequestData, ScheduledChunk
+from mlx_server.request import PromptImage, Request
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
 from mlx_server.runtime.cache.layers import PoolRoom
@@ -33,7 +33,7 @@ from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, lo
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.runtime.models.vlm_encoders import BY_PART
-from mlx_server.runtime.vision import ImageEncoder, encode
+from mlx_server.runtime.vision import ImageEncoder, ImagePieces
 from mlx_server.sampling_params import SamplingParams
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_configs import CONFIGS, DEEPSEEK_OCR_2, IMAGE
@@ -216,7 +216,7 @@ def test_images_of_gemma_3_are_as_large_as_its_text() -> None:
     shown = model.multi_modal_projector(
         model.vision_tower(mx.array(image.inputs["pixel_values"]).transpose(0, 2, 3, 1))[0]
     )
-    made = encode(model, [IMAGE] * image.num_tokens, image.inputs).embeddings * 64**0.5
+    made = ImagePieces(model, [IMAGE] * image.num_tokens, image.inputs).encoded.embeddings * 64**0.5
     np.testing.assert_allclose(np.array(made), np.array(shown[0]), atol=1e-5)
 
 
@@ -241,7 +241,7 @@ def test_views_of_deepseek_ocr_2_are_mlx_vlms(side: int, num_tokens: int) -> Non
     ids = [IMAGE] * num_tokens
     assert count_placeholders(model, ids, image.inputs) == num_tokens
     wanted = embedded_alone(model, image)
-    assert mx.allclose(encode(model, ids, image.inputs).embeddings, wanted, atol=1e-4)
+    assert mx.allclose(ImagePieces(model, ids, image.inputs).encoded.embeddings, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -289,7 +289,11 @@ def test_positions_count_on_over_the_end_of_a_prompt(start: int, stop: int) -> N
     whose positions go up by four only, and in time not at all within it."""
     ids, images = prompt_of([[5, 6, 7], picture("qwen2_5_vl", 2), [8] * 10])
     assert ids.count(IMAGE) == 16
-    encoder = ImageEncoder(tiny_vlm("qwen2_5_vl").loaded.model, max_bytes=0)
+    request = Request("a", ids, SamplingParams(), arrival_s=0.0, max_total_tokens=99, images=images)
+    encoder, job = ImageEncoder(tiny_vlm("qwen2_5_vl").loaded.model, max_bytes=0), ImageJob(request, images[0])
+    pieces = encoder.begin(job)
+    assert pieces is not None
+    encoder.keep(job, pieces.encoded)
     encoder.add(NewRequestData("a", tuple(ids), (9,) * 40, SamplingParams(), frozenset(), images=images))
     rows = encoder.rows([ScheduledChunk("a", start, stop - start, None, (), True, 0)], np.arange(start, stop))
     assert rows is not None

@@ -25,7 +25,7 @@ from mlx_server.runtime.models.loader import load, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 from mlx_server.runtime.models.vision_towers import AxisRope, TowerModel
 from mlx_server.runtime.models.vlm import vlm_module
-from mlx_server.runtime.vision import encode
+from mlx_server.runtime.vision import ImagePieces
 from tests.adapter_files import write_adapter
 from tests.homes import with_kernels
 from tests.tiny_models import byte_tokenizer, save_model_folder
@@ -155,7 +155,7 @@ def test_towers_compute_in_the_type_of_their_weights(model_type: str) -> None:
     """Pixels in float32 would turn whole matrices into it, which is not booked."""
     model, image = build_tiny({"model_type": model_type, **CONFIGS[model_type]}), picture(model_type, 1)
     model.set_dtype(mx.bfloat16)
-    assert encode(model, placeholders(image), image.inputs).embeddings.dtype == mx.bfloat16
+    assert ImagePieces(model, placeholders(image), image.inputs).encoded.embeddings.dtype == mx.bfloat16
 
 
 def test_turning_by_wrong_axes_is_found_at_load(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
