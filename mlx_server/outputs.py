@@ -249,12 +249,13 @@ class ModelRunnerOutput:
     saved_blocks: tuple[memoryview, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ImageJob:
-    """An image for the vision encoder, and the request that needs it next."""
+    """An image for the vision encoder, and the request that needs it next. It `is_given_up` for another one."""
 
     request: Request
     image: PromptImage
+    is_given_up: bool = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -263,8 +264,8 @@ class ImageJob:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the request has not ended. Any thread."""
-        return self.request.finish_reason is None
+        """Whether the encoder should go on. Any thread."""
+        return self.request.finish_reason is None and not self.is_given_up
 
 
 @dataclass(frozen=True, slots=True)

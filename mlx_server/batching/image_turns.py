@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_server.batching.aged_share import SHARE
 from mlx_server.batching.refusals import unseen
 from mlx_server.batching.request_table import RequestTable
 from mlx_server.config import BLOCK_SIZE
@@ -54,6 +55,10 @@ class ImageTurns:
 
         encoded     1 of A    2 of B            3 of A, begun when B has computed all of 2
         steps       text      text, A up to 3   text, B
+
+    An image that is begun is given up for one of a better tier, and begun again later: what half an image keeps in
+    memory is not booked beside another. It is not if its request has aged past the other one, so it is not given up
+    for ever. For the same reason, one image in eight is of the request that has aged past all better ones.
     """
 
     def __init__(self, table: RequestTable) -> None:
@@ -63,6 +68,7 @@ class ImageTurns:
         self._held: list[Request] = []
         self._encoding: ImageJob | None = None
         self._last: _Encoded | None = None
+        self._num_before_aged = 0  # images that have gone before a request that has aged past theirs
 
     def cut(self, request: Request, start: int, num_tokens: int) -> int:
         """How many of `num_tokens` from token `start` on come before an image that is not ready."""
@@ -94,13 +100,14 @@ class ImageTurns:
         if self._last is not None:
             self._last.settle()
             self._last = self._last if self._last.is_needed else None
-        if self._encoding is not None:
-            return None
         self._held = [one for one in self._held if one.status is RequestStatus.RUNNING and self._is_held(one)]
         candidates = [*self._held, *self._waiting.parked_for_images()]
-        self.is_active = bool(candidates) or self._last is not None
+        self.is_active = bool(candidates) or self._last is not None or self._encoding is not None
         able = [request for request in candidates if self._may_follow(request)]
-        request = min(able, key=self._turn, default=None)
+        if self._encoding is not None:
+            self._encoding.is_given_up |= any(self._displaces(request, self._encoding) for request in able)
+            return None
+        request = self._choose(able)
         image = None if request is None else self._next_of(request)
         if request is None or image is None:
             return None
@@ -147,6 +154,21 @@ class ImageTurns:
             return True
         goes_on = last.status is RequestStatus.WAITING and request.status is RequestStatus.RUNNING
         return request is last or goes_on or self._turn(request) < self._turn(last)
+
+    def _choose(self, able: list[Request]) -> Request | None:
+        """The request whose turn it is, or the most urgent one by age, if seven have gone before it."""
+        first, oldest = (min(able, key=key, default=None) for key in (self._turn, self._waiting.age))
+        if first is None or oldest is None or oldest.priority <= first.priority:
+            self._num_before_aged = 0
+            return first
+        self._num_before_aged = (self._num_before_aged + 1) % SHARE
+        return first if self._num_before_aged else oldest
+
+    def _displaces(self, request: Request, job: ImageJob) -> bool:
+        """Whether the image of `job` is given up for the next one of `request`, which is another."""
+        begun, image = job.request, self._next_of(request)
+        is_better = request.priority < begun.priority and self._waiting.age(request) < self._waiting.age(begun)
+        return is_better and not begun.is_promoted and image is not None and image.digest != job.image.digest
 
     def _turn(self, request: Request) -> tuple[Any, ...]:
         return not request.is_promoted, *self._waiting.turn(request)

@@ -42,8 +42,8 @@ class _Encoding:
     def finish(self, error: BaseException | None = None, *, is_encoded: bool = False) -> None:
         """Any thread; the first call counts."""
         message = None if error is None else f"{type(error).__name__}: {error}"
-        result = ImageResult(is_encoded, self.pieces is not None, message)
-        self._on_loop(lambda: None if self.future.done() else self.future.set_result(result))
+        result, future = ImageResult(is_encoded, self.pieces is not None, message), self.future  # not the pieces
+        self._on_loop(lambda: None if future.done() else future.set_result(result))
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         self._on_loop(lambda: self.loop.call_later(seconds, function))

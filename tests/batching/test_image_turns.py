@@ -138,6 +138,51 @@ def test_a_better_tier_s_image_goes_before_one_that_waits_for_its_seat(priority:
     world.finish()
 
 
+@pytest.mark.parametrize(
+    ("priority", "seed", "arrival_s", "is_given_up"),
+    [(0, 2, 1.0, True), (1, 2, 1.0, True), (2, 2, 1.0, False), (0, 1, 1.0, False), (0, 2, 30.0, False)],
+    ids=["high", "normal", "the same tier", "the same image", "the begun one has aged past it"],
+)
+def test_an_image_that_is_begun_gives_way_to_one_of_a_better_tier(
+    priority: int, seed: int, arrival_s: float, is_given_up: bool
+) -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4, aging_rate=0.1)
+    world.add(make_request("low", 200, 2, images=(_image(10, 1),), arrival_s=0.0, priority=2))
+    world.schedule()
+    begun = world.image
+    world.add(make_request("other", 200, 2, images=(_image(10, seed),), arrival_s=arrival_s, priority=priority))
+    for _ in range(2):
+        world.schedule()
+    assert begun is not None
+    assert (begun.is_wanted, world.image) == (not is_given_up, begun), "only one is on its way"
+    world.step()
+    if is_given_up:
+        assert world.image is not None
+        assert world.image.request.request_id == "other"
+    world.finish()
+    world.check_tokens()
+    assert set(world.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_one_image_in_eight_is_of_a_request_that_has_aged_past_better_tiers() -> None:
+    world = make_world(400, max_num_batched_tokens=256, max_num_seqs=16, aging_rate=0.1)
+    world.add(make_request("low", 100, 2, images=(_image(10, 1),), arrival_s=0.0, priority=2))
+    world.now, num_before = 40.0, 0
+    for number in range(40):
+        world.add(*[
+            make_request(f"h{number}-{each}", 100, 2, images=(_image(10, 10 + 2 * number + each),), arrival_s=world.now,
+                         priority=0)
+            for each in range(2)
+        ])  # fmt: skip
+        world.step()
+        if world.requests["low"].output_token_ids:
+            break
+        num_before += world.image is not None and world.image.request.request_id != "low"
+    assert world.requests["low"].output_token_ids
+    assert num_before <= 8
+    world.finish()
+
+
 def _whole(name: str, start: int, num_tokens: int = 300, **more: Any) -> Request:
     return make_request(name, num_tokens, 2, images=(_image(start, hash(name) % 97, is_bidirectional=True),), **more)
 
