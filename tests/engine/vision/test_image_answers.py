@@ -103,7 +103,9 @@ async def test_answers_are_those_of_mlx_vlm_alone_and_in_mixed_batches(model_typ
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma4", "gemma4_moe"])
-async def test_text_has_the_same_bits_beside_images(model_type):
+async def test_text_is_answered_the_same_beside_images(model_type):
+    """But for the order of sums in float32: in gemma4_moe, mlx-vlm's own logprobs differ by 2.3e-4 between chunks of a
+    prompt, and by 3.5e-4 after rounding of all weights."""
     prompt = prompt_of([range(1, 50), [IMAGE], range(50, 60)])  # a placeholder by its id, without an image, is text
     text = greedy(NUM_TOKENS, logprobs=2)
     async with engine_of(model_type, cache={"prefix_caching": False}) as engine:
@@ -121,7 +123,7 @@ async def test_text_has_the_same_bits_beside_images(model_type):
     ids = [entry.token.token_id for entry in alone]
     assert ids == [entry.token.token_id for entry in beside]
     for one, other in zip(alone, beside, strict=True):
-        assert other.token.logprob == pytest.approx(one.token.logprob, abs=1e-4)
+        assert other.token.logprob == pytest.approx(one.token.logprob, abs=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "gemma4_moe"])
