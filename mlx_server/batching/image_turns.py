@@ -145,7 +145,10 @@ class ImageTurns:
         if image.start < request.num_computed_tokens:
             return True
         last = self._last
-        return last is not None and not last.has_begun and last.job.image.digest == image.digest
+        if last is None or last.has_begun or last.job.image.digest != image.digest:
+            return False
+        # After a preemption, an earlier place of the same image in the same prompt would use it up.
+        return request is not last.job.request or image.start >= last.job.image.start
 
     def _may_follow(self, request: Request) -> bool:
         """Whether the next image may be that of `request`, by the last one. The last one's own request may need another
