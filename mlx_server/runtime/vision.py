@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -135,8 +135,8 @@ def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
 
 @dataclass(slots=True)
 class _Seen:
-    """A running request with images: the images and positions `[3, P]` of its prompt (None if they are those of text),
-    and how many of its tokens have been computed."""
+    """A running request with images: the images without their arrays, the positions `[3, P]` of its prompt (None if
+    they are those of text), and how many of its tokens have been computed."""
 
     images: tuple[PromptImage, ...]
     positions: IntArray | None
@@ -204,7 +204,8 @@ class ImageEncoder:
         positions = None
         if self._merge is not None:
             positions = mrope_positions(data.images, len(data.prompt_token_ids), self._merge)
-        self._requests[data.request_id] = _Seen(data.images, positions)
+        images = tuple(replace(image, inputs={}) for image in data.images)  # a request is dropped by a later step only
+        self._requests[data.request_id] = _Seen(images, positions)
 
     def drop(self, request_id: str) -> None:
         """Call when a request has ended or was preempted."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -69,3 +73,19 @@ def test_images_of_requests_that_never_start_stay_within_the_limit():
         pieces.submit(pieces.num_left).item()
         encoder.keep(job, pieces.encoded)
     assert len(encoder._encoded) == 2
+
+
+class _Arrays(dict[str, Any]):
+    """Of an image; may be referred to weakly."""
+
+
+def test_the_arrays_of_an_image_are_not_kept_until_the_step_that_drops_its_request():
+    """A server at rest has no such step, and they may have hundreds of megabytes."""
+    encoder = ImageEncoder(tiny_vlm("qwen2_5_vl").loaded.model, max_bytes=0)
+    ids, (image,) = prompt_of([range(5, 15), picture("qwen2_5_vl", 1)])
+    arrays = _Arrays(image.inputs)
+    images = (replace(image, inputs=arrays),)
+    encoder.add(NewRequestData("a", tuple(ids), (), SamplingParams(), frozenset(), images=images))
+    kept = weakref.ref(arrays)
+    del images, arrays
+    assert kept() is None
