@@ -170,7 +170,7 @@ class ImageExecutor:
         self._waiting.clear()
         for piece in self._launched:
             piece.encoding.pieces = None
-        del self._encoder
+        del self._encoder, self._steps
 
     def _go_on(self) -> None:
         self._is_pausing = False

@@ -250,15 +250,18 @@ async def test_a_closed_executor_keeps_nothing_of_its_model(monkeypatch, thread)
     """Even if a piece is on the device: unloading frees the model at once."""
     is_begun, may_end = threading.Event(), threading.Event()
     monkeypatch.setattr(image_executor, "_wait", lambda end: (is_begun.set(), may_end.wait(30)))
-    encoder = Encoder()
-    executor, model = made(thread, encoder), [weakref.ref(encoder), weakref.ref(encoder.pieces)]
+    encoder, runner = Encoder(), Steps()
+    model = [weakref.ref(encoder), weakref.ref(encoder.pieces), weakref.ref(runner)]
+    steps = MLXExecutor(thread, runner)
+    executor = ImageExecutor(thread, encoder, steps)  # type: ignore[arg-type]
     future = executor.encode(job())
     await asyncio.to_thread(is_begun.wait, 30)
-    del encoder
+    steps.close()
     executor.close()
+    del encoder, runner, steps
     try:
         await asyncio.wrap_future(thread.call(gc.collect))
-        assert [one() for one in model] == [None, None]
+        assert [one() for one in model] == [None, None, None]
     finally:
         may_end.set()
     await asyncio.sleep(0.05)

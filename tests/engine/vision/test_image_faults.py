@@ -10,6 +10,7 @@ import pytest
 
 from mlx_server.engine.engine import EngineState
 from mlx_server.errors import ServeError
+from mlx_server.request import Priority
 from mlx_server.runtime import image_executor, vision
 from tests.engine.vision.test_image_answers import NUM_TOKENS, QUESTION, answer, answers, ask, engine_of
 from tests.vision_worlds import picture, plain_greedy, prompt_of, tiny_vlm
@@ -116,3 +117,38 @@ async def test_the_encoder_stops_in_the_middle_of_an_image(monkeypatch, ends):
         else:
             await stopped.wait()
     assert 3 <= len(left) < left[0] / 2
+
+
+async def test_an_image_that_gives_way_to_a_better_tier_s_is_encoded_after_it(monkeypatch):
+    monkeypatch.setattr(image_executor, "_PIECE_S", 0.0)
+    vlm, low, high = tiny_vlm("gemma3n"), picture("gemma3n", 1), picture("gemma3n", 2)
+    prompts = [prompt_of([range(5, 15), image, QUESTION]) for image in (low, high)]
+    wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+    begun: list[tuple[str, int]] = []
+
+    class Slow(vision.ImagePieces):
+        def __init__(self, model, token_ids, inputs):
+            super().__init__(model, token_ids, inputs)
+            self.name = "low" if inputs is low.inputs else "high"
+
+        def submit(self, num_outputs):
+            begun.append((self.name, self.num_left))
+            if len(begun) == 3:
+                loop.call_soon_threadsafe(is_begun.set)
+            time.sleep(0.01)
+            return super().submit(num_outputs)
+
+    monkeypatch.setattr(vision, "ImagePieces", Slow)
+    loop, is_begun = asyncio.get_running_loop(), asyncio.Event()
+    async with engine_of("gemma3n") as engine:
+        stream = engine.submit(ask("low", prompts[0], priority=Priority.LOW))
+        await is_begun.wait()
+        said = [token_id async for delta in engine.submit(ask("high", prompts[1])) for token_id in delta.token_ids]
+        assert said == wanted[1]
+        assert [token_id async for delta in stream for token_id in delta.token_ids] == wanted[0]
+        assert engine.stats().num_images_encoded == 3
+    names = [name for name, _ in begun]
+    first, last = names.index("high"), len(names) - names[::-1].index("high")
+    assert set(names[first:last]) == {"high"}
+    assert begun[first - 1][1] > 1, "it was not finished"
+    assert begun[last:] == [("low", left) for _, left in begun[first:last]], "it is begun again, and has as many pieces"
