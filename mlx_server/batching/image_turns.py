@@ -160,8 +160,10 @@ class ImageTurns:
 
     def _choose(self, able: list[Request]) -> Request | None:
         """The request whose turn it is, or the most urgent one by age, if seven have gone before it."""
-        first, oldest = (min(able, key=key, default=None) for key in (self._turn, self._waiting.age))
-        if first is None or oldest is None or oldest.priority <= first.priority:
+        if not able:
+            return None
+        first, oldest = min(able, key=self._turn), min(able, key=self._waiting.age)
+        if oldest.priority <= first.priority:
             self._num_before_aged = 0
             return first
         self._num_before_aged = (self._num_before_aged + 1) % SHARE
