@@ -192,13 +192,18 @@ class DiskTier:
             began_s = min([load.began_s for load in (*self._loads, *self._queue)])
             return max(0.0, began_s + _MAX_LOAD_S - now) + _LATE_S
         if is_idle and self.saves.is_due:
-            return max(0.0, self._busy_until_s + IDLE_S - now)
+            return max(0.0, self._idle_from_s - now)
         return None
+
+    @property
+    def _idle_from_s(self) -> float:
+        """From when on blocks are saved without need, unless a request comes."""
+        return self._busy_until_s + IDLE_S
 
     def save_idle(self) -> None:
         """Call when there is nothing else to compute: after an idle second, saves a piece of what is worth keeping.
         Loads come first."""
-        if not self._loads and self._waiting.now - self._busy_until_s >= IDLE_S:
+        if not self._loads and self._waiting.now >= self._idle_from_s:
             self.saves.request(PIECE_BYTES)
 
     def take_copies(self) -> BlockCopies | None:

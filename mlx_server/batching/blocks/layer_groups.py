@@ -22,9 +22,10 @@ def num_blocks_for(num_tokens: int) -> int:
 class LayerGroups:
     """Layers that share blocks. A block holds 32 tokens of one group, and a request has a block table for each group.
 
-    `windows` says how many tokens each group's layers attend to, the token itself included; None for all. Blocks before
-    the window of a request's next token are given up, so it never holds more than `most_held` blocks of a group: those
-    of the window and of one chunk, of at most `max_chunk_tokens`.
+    `windows` says how many tokens each group's layers attend to, the token itself included; None for all. One token
+    counts as two, so that every prefix has a block in each group. Blocks before the window of a request's next token
+    are given up, so it never holds more than `most_held` blocks of a group: those of the window and of one chunk, of at
+    most `max_chunk_tokens`.
 
         window 40, chunk 32        |-- window --|- chunk -|
         blocks          .    .   [      |      |      |     ]
@@ -33,11 +34,11 @@ class LayerGroups:
 
     def __init__(self, windows: Sequence[int | None] = (None,), max_chunk_tokens: int = 2048) -> None:
         assert windows, "a model has a layer group"
-        self.windows = tuple(windows)
+        self.windows = tuple([window and max(2, window) for window in windows])
         self.max_chunk_tokens = max_chunk_tokens
         self.has_windows = any(window is not None for window in windows)
         # Consecutive tokens lie in the most blocks if the first of them is the last token of its block.
-        most_tokens = [None if window is None else window - 1 + max_chunk_tokens for window in windows]
+        most_tokens = [None if window is None else window - 1 + max_chunk_tokens for window in self.windows]
         self.most_held = tuple(num and num_blocks_for(num + BLOCK_SIZE - 1) for num in most_tokens)
 
     def __len__(self) -> int:

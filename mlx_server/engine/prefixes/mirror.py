@@ -37,7 +37,7 @@ ANNOUNCE_AGAIN_S = 60.0
 """A block that is hit is announced again after this time, for routers that started late."""
 
 _MAX_REMEMBERED = 8192
-"""Blocks that are no longer cached, but may be about to be written to the disk."""
+"""Blocks that are no longer cached, but may be about to be written to the disk, or gone on behind."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +99,9 @@ class PrefixMirror:
         self._blocks: dict[bytes, MirroredBlock] = {}
         self._changed: dict[MirroredBlock, None] = {}
         self._hits: list[MirroredBlock] = []
-        self._unused: dict[MirroredBlock, None] = {}  # perhaps; they may come back before the next announcement
-        self._gone: OrderedDict[bytes, MirroredBlock] = OrderedDict()
+        self._unused: OrderedDict[MirroredBlock, None] = OrderedDict()  # the oldest first; some may have come back
+        # If all layers have windows, all may have given up a block before the next one of its prefix is full.
+        self._max_unused = _MAX_REMEMBERED if is_on_disk is not None or not self._full else 0
         self._announced_on_disk: set[bytes] = set()
         self._disk_changes: dict[bytes, bool] = {}
         self._is_cleared = True
@@ -118,6 +119,7 @@ class PrefixMirror:
                 block.groups &= ~(1 << change.group)
                 self._settle(block)
                 self._unused[block] = None
+                self._unused.move_to_end(block)
         elif isinstance(change, StateChanged):
             self._keep_state(change)
         else:
@@ -143,9 +145,9 @@ class PrefixMirror:
         for block in self._hits:
             stored += [_announce(run, now) for run in _old_runs_to(block, now - ANNOUNCE_AGAIN_S)]
         is_cleared = self._is_cleared
-        for block in self._unused:
-            self._drop_unused(block)
-        self._changed, self._hits, self._unused, self._is_cleared = {}, [], {}, False
+        while len(self._unused) > self._max_unused:
+            self._drop_unused(self._unused.popitem(last=False)[0])
+        self._changed, self._hits, self._is_cleared = {}, [], False
         removed_from_disk = [
             h for h, is_there in self._disk_changes.items() if not is_there and h in self._announced_on_disk
         ]
@@ -184,8 +186,8 @@ class PrefixMirror:
             self._settle(block)
 
     def _clear(self) -> None:
-        self._blocks, self._changed, self._hits, self._unused = {}, {}, [], {}
-        self._gone.clear()
+        self._blocks, self._changed, self._hits = {}, {}, []
+        self._unused.clear()
         self._announced_on_disk.clear()
         if self._states is not None:
             self._states.clear()
@@ -233,16 +235,10 @@ class PrefixMirror:
         """Forgets a block that no layer has and that no other block follows; then the blocks before it if the same is
         true of them."""
         at: MirroredBlock | None = block
-        while at is not None and not at.groups and not at.children and at.block_hash in self._blocks:
+        while at is not None and not at.groups and not at.children and at not in self._unused:
             del self._blocks[at.block_hash]
-            above = at.parent
-            if above is not None:
+            if (above := at.parent) is not None:
                 above.children.discard(at)
-                at.parent = MirroredBlock(above.block_hash)  # so that a remembered block does not keep its ancestors
-            if self._is_on_disk is not None:
-                self._gone[at.block_hash] = at
-                if len(self._gone) > _MAX_REMEMBERED:
-                    self._gone.popitem(last=False)
             at = above
 
     def _take_disk(self, stored: Sequence[Sequence[MirroredBlock]]) -> Iterator[MirroredBlock]:
@@ -250,7 +246,7 @@ class PrefixMirror:
         is_on_disk = self._is_on_disk
         if is_on_disk is None:
             return
-        written = [self._blocks.get(h) or self._gone.get(h) for h, is_there in self._disk_changes.items() if is_there]
+        written = [self._blocks.get(h) for h, is_there in self._disk_changes.items() if is_there]
         self._disk_changes = {}
         known = [block for chain in stored for block in chain if is_on_disk(block.block_hash)]
         for block in [*written, *known]:

@@ -57,6 +57,20 @@ def test_what_a_request_leaves_is_saved_when_nobody_runs() -> None:
     assert set(store.owners.values()) == {owner_tag(("key:ada",))}
 
 
+def test_the_loop_does_not_wake_up_before_there_is_something_to_save() -> None:
+    """Whatever the clock says: sums and differences of times are rounded differently."""
+    for start_s in range(1, 20):
+        world = make_world(store=FakeStore())
+        world.now = 0.1 * start_s
+        world.add(make_request("a", LONG, 2))
+        world.finish()
+        disk = world.scheduler.disk
+        assert disk is not None
+        while pause_s := disk.rest_s(world.now, is_idle=True):
+            world.now += pause_s
+        assert world.schedule() is not None
+
+
 def test_what_is_evicted_is_saved_before_it_is_written_over() -> None:
     store = FakeStore()
     world = make_world(12, store=store)
@@ -1040,7 +1054,10 @@ def test_what_is_missing_of_a_prefix_is_loaded_and_the_rest_is_in_memory() -> No
     assert (request.num_cached_tokens, store.num_read) == (10 * BLOCK_SIZE, 1)
 
 
-@pytest.mark.parametrize("kind", [{}, WINDOWS, STATES_KEPT, BOTH], ids=["plain", "w", "s", "ws"])
+SMALL = {"windows": (None, 1, 24)}
+
+
+@pytest.mark.parametrize("kind", [{}, WINDOWS, STATES_KEPT, BOTH, SMALL], ids=["plain", "w", "s", "ws", "small"])
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(5, 12))])
 def test_any_order_of_events(seed: int, kind: dict[str, object]) -> None:
     """Arrivals, steps, reads, rests, cuts, preemptions, ends and lost records: the fake runner asserts that every token

@@ -35,7 +35,7 @@ def test_no_schedule_of_chunks_holds_more_than_is_said(windows: list[int | None]
     rng = random.Random(seed)
     worst = [0] * len(windows)
     for start in [*range(300), *(rng.randrange(3000) for _ in range(200))]:
-        for group, window in enumerate(windows):
+        for group, window in enumerate(groups.windows):
             held = num_blocks_for(start + chunk) - first_seen(start, window)
             worst[group] = max(worst[group], held)
             if window is not None:

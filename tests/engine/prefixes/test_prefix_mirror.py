@@ -56,7 +56,7 @@ class Followed:
         )
         self.world = World(scheduler, depth=2 if is_async else 1)
         self.blocks = scheduler.blocks
-        self.mirror = PrefixMirror(windows, has_states=num_checkpoints is not None)
+        self.mirror = PrefixMirror(self.blocks.groups.windows, has_states=num_checkpoints is not None)
         self.listener = Listener()
         self.blocks.watch_prefixes(self.mirror.apply)
         self.is_exact = windows == (None,) and num_checkpoints is None
@@ -69,6 +69,10 @@ class Followed:
 
     def listen(self) -> None:
         self.listener.apply(self.mirror.take(float(next(self._now))))
+
+    def lose_unused(self) -> None:
+        for block in [block for _, block in self.blocks._cache if not block.ref_cnt]:
+            self.blocks._lose(block)
 
     def check(self, token_ids: list[int], salt: str | None = None) -> tuple[int, int]:
         """Blocks predicted and hit; what is predicted of a whole chain is hit as a whole."""
@@ -87,6 +91,7 @@ KINDS = [
     ((None,), None),
     ((None, 40), None),
     ((24,), None),
+    ((1, 32), None),
     ((None, 1, 70), None),
     ((None,), 3),
     ((None, 40), 3),
@@ -178,6 +183,23 @@ def test_one_middle_block_that_is_lost_takes_back_all_behind_it():
     followed.world.finish()
     followed.listen()
     assert followed.listener.predict_hits(request.block_hashes) == 4
+
+
+@pytest.mark.parametrize("windows", [(1,), (5,), (1, 5)])
+def test_a_prefix_is_offered_that_goes_on_behind_blocks_which_no_layer_has_any_more(windows: tuple[int, ...]) -> None:
+    """Windows within a block: a chunk of 100 tokens ends there, and the blocks before are lost until the next one."""
+    followed = Followed(windows, None, is_async=False)
+    followed.add(prompt(288), 10)
+    request = followed.world.requests["r0"]
+    while not request.output_token_ids:
+        followed.world.step()
+        followed.lose_unused()
+        followed.listen()
+    assert followed.check([*request.prompt_token_ids, 1]) == (9, 9)
+    followed.world.finish()
+    followed.lose_unused()
+    followed.listen()
+    assert followed.listener.parents == {}
 
 
 def test_a_block_is_announced_once_each_time_it_comes_to_the_disk_or_leaves_it():
