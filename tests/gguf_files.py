@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -72,9 +73,10 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
     embeddings: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
     hidden: int = HIDDEN,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> dict[str, FloatArray]:
     """Writes a model of random weights with matrices of type `kind`, and the additional tensor `extra`. Returns the
-    values after quantization by mlx-lm's names."""
+    values after quantization by mlx-lm's names. `change` may change what is about to be written."""
     writer = gguf.GGUFWriter(str(path), architecture)
     _write_metadata(writer, pre, hidden)
     intermediate = INTERMEDIATE if hidden == HIDDEN else hidden
@@ -109,6 +111,7 @@ def write_gguf(
         add(f"{blk}.ffn_down.weight", f"{out}.mlp.down_proj.weight", hidden, intermediate, kind)
     if extra is not None:
         writer.add_tensor(extra, np.ones(hidden, np.float32))
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

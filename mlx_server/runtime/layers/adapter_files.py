@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.layers.peft import BASE_LAYER, PEFT_WEIGHTS, SETTINGS_FILE, apply_peft
-from mlx_server.runtime.models.folder import TensorHeader, read_headers
+from mlx_server.runtime.models.folder import TensorHeader, read_headers, read_model_json
 
 WEIGHTS_FILE = "adapters.safetensors"
 ADAPTER_FILES = (SETTINGS_FILE, WEIGHTS_FILE, PEFT_WEIGHTS)
@@ -42,9 +42,14 @@ def apply_adapter(model: Any, adapter: Adapter) -> None:
             apply_peft(model, adapter)
         else:
             load_adapters(model, str(folder))
+        for layer in [layer for layer in model.modules() if "lora_b" in layer]:
+            layer.scale = float(layer.scale)
+            if not math.isfinite(layer.scale):
+                raise ValueError(f"its scale is {layer.scale}")
     except Exception as error:  # mlx-lm raises errors of any kind for bad files
         raise ModelLoadError(
-            f"The adapter {adapter.folder} does not fit the model: {type(error).__name__}: {error}"
+            f"The adapter {adapter.folder} does not fit the model, or is damaged ({type(error).__name__}: {error}). "
+            "Take one that was made for this model, or fetch it again."
         ) from error
     model.eval()  # without dropout
 
@@ -54,7 +59,7 @@ def must_be_merged(adapter: Adapter) -> bool:
     model's own: DoRA, or full weights. False for settings that cannot be read, which loading refuses."""
     try:
         return _kind(adapter) != "lora"
-    except (OSError, ValueError, AttributeError):
+    except ModelLoadError:
         return False
 
 
@@ -80,7 +85,7 @@ def _weights_file(adapter: Adapter) -> str:
 
 def _kind(adapter: Adapter) -> str:
     """The adapter's type as mlx-lm names it: lora, dora or full."""
-    settings = json.loads((adapter.path / SETTINGS_FILE).read_text(encoding="utf-8"))
+    settings = read_model_json(adapter.path / SETTINGS_FILE)
     return str(settings.get("fine_tune_type", "lora"))
 
 

@@ -203,7 +203,7 @@ class _Turning(_Native):
 
 
 def _install_rope(module: Any, library: Any, engine: Any) -> bool:
-    if type(module) is nn.RoPE:
+    if type(module) is nn.RoPE and module.base > 0:
         frequencies = [module.scale * module.base ** (-i / module.dims) for i in range(0, module.dims, 2)]
     elif type(module) is Llama3RoPE:
         frequencies = [1 / wavelength for wavelength in module._freqs.tolist()]

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 from mlx_lm.utils import load_model as load_mlx_model
 
@@ -136,8 +136,8 @@ def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
     except Exception as error:  # mlx-lm raises errors of any kind
         library = "mlx-vlm" if issubclass(model_class, ReadsImages) else "mlx-lm"
         raise ModelLoadError(
-            f"{library} cannot build a model of type {config['model_type']} from this config.json: "
-            f"{type(error).__name__}: {error}"
+            f"{library} cannot build a model of type {config['model_type']} from this config.json "
+            f"({type(error).__name__}: {error}): correct it, or fetch the model again."
         ) from error
 
 
@@ -226,14 +226,42 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
             folder,
             lazy=True,
             model_config=lacking | _settings_lacking(folder),
-            get_model_classes=partial(model_classes, sees=True) if sees else get_classes,
+            get_model_classes=_checking_groups(partial(model_classes, sees=True) if sees else get_classes),
             trust_remote_code=trust_remote_code,
         )
     except ServeError:
         raise
     except Exception as error:  # mlx-lm raises errors of any kind
-        raise ModelLoadError(f"Cannot load the model in {folder}: {type(error).__name__}: {error}") from error
+        raise ModelLoadError(
+            f"Cannot load the model in {folder} ({type(error).__name__}: {error}). Correct its config.json, or "
+            "fetch it again."
+        ) from error
     return model, config
+
+
+_Classes = Callable[[dict[str, Any]], tuple[type[nn.Module], Any]]
+
+
+def _checking_groups(get_classes: _Classes) -> _Classes:
+    """The classes of models that refuse quantized weights with more groups in a row than config.json has numbers: MLX
+    would divide by zero, which ends the process."""
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        model_class, arguments_class = get_classes(config)
+
+        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            named: dict[str, mx.array] = model_class.sanitize(self, weights) if is_sanitized else weights
+            rows = {f"{name.removesuffix('weight')}scales": row for name, row in tree_flatten(self.parameters())}
+            for name in rows.keys() & named.keys():
+                if rows[name].shape[-1] < named[name].shape[-1]:
+                    raise ValueError(f"{name} {named[name].shape} is for rows longer than {rows[name].shape[-1]}")
+            return named
+
+        is_sanitized = hasattr(model_class, "sanitize")
+        members = {"sanitize": sanitize, "__module__": model_class.__module__}
+        return type(model_class.__name__, (model_class,), members), arguments_class
+
+    return classes
 
 
 _IMAGE_TOKENS = {
@@ -257,7 +285,7 @@ def _settings_lacking(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type[nn.Module], Any]], dict[str, Any]]:
+def checked_classes(folder: Path) -> tuple[_Classes, dict[str, Any]]:
     """For mlx-lm's loader: the function that finds the classes of the model in `folder`, and additions to its
     configuration. If the folder has a model's body only, its weights get the names that they have in the whole model.
     Raises `ModelLoadError`."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ HUB_FILES = (
 """The files that are fetched from a model on the hub."""
 
 _MAX_BYTES = 100 * 2**20
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,14 @@ _NUMBERS = re.compile(r"num_\w+|\w+_(size|dim|eps|theta|factor|layer_ids)|slidin
 """Names of numbers and of lists of numbers."""
 
 
+_BOUNDS: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
+    (_NUMBERS, lambda number: abs(number) < math.inf, "a finite number"),
+    (re.compile("(num|n)_(hidden_)?layers?"), lambda number: number <= _MAX_LAYERS, f"at most {_MAX_LAYERS:,}"),
+    (re.compile("group_size"), lambda number: number > 0, "a positive number"),
+)
+"""What numbers must be that would otherwise be computed with for hours, or end the process."""
+
+
 def _config_faults(folder: Path) -> list[str]:
     try:
         config = _parsed((folder / "config.json").read_text(encoding="utf-8"))
@@ -275,6 +285,13 @@ def _config_faults(folder: Path) -> list[str]:
         for table in tables
         for name, value in table.items()
         if _NUMBERS.fullmatch(name) and _has_text(value)
+    ]
+    faults += [
+        f"{words} instead of {value!r:.40} as {name} in config.json"
+        for table in tables
+        for name, value in table.items()
+        for pattern, is_right, words in _BOUNDS
+        if pattern.fullmatch(name) and isinstance(value, int | float) and not is_right(value)
     ]
     if not faults and not (isinstance(config.get("model_type"), str) or only_drafts(config)):
         faults = ["model_type in config.json"]

@@ -132,7 +132,7 @@ def test_its_weights_are_booked_and_counted(tmp_path: Path) -> None:
 def test_what_is_more_than_two_matrices_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write_model("llama", tmp_path / "base")
     path = save_as_peft(write_adapter(folder, tmp_path / "ours"), tmp_path / "theirs", **settings)
-    with pytest.raises(ModelLoadError, match=rf"The adapter {path} does not fit the model: ValueError: {message}"):
+    with pytest.raises(ModelLoadError, match=rf"The adapter {path} does not fit the model, .*ValueError: {message}"):
         LLM(str(folder), adapters=[str(path)])
 
 

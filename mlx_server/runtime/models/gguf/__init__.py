@@ -8,10 +8,16 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.progress import Report
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+_REMEDY = (
+    "Fetch the file again, take another one of the same model, or look for the model in mlx-lm's format at "
+    "https://huggingface.co/mlx-community."
+)
 
 CONVERSION = 2
 """A higher number makes the server convert again what an older version converted."""
@@ -50,10 +56,17 @@ def convert_gguf(
     """Writes config.json, the weights and the tokenizer's files into the existing folder `folder`. `source` may be one
     of several files of a model. `report` gets the number of converted bytes of the source, as they are done.
 
-    Raises `ModelLoadError` if the file is not GGUF, or if its architecture, a tensor or its vocabulary is unknown.
-    Needs memory for about 1 GiB of weights.
+    Raises `ModelLoadError` if the file is not GGUF, if its architecture, a tensor or its vocabulary is unknown, or if
+    it contradicts itself. Needs memory for about 1 GiB of weights.
     """
     from mlx_server.runtime.models.gguf.conversion import Conversion  # importing its reader takes half a second
 
     paths = [source.with_name(name) for name in split_names(source.name)]
-    Conversion.of(paths, weight_format).write(folder, report)
+    try:
+        Conversion.of(paths, weight_format).write(folder, report)
+    except OSError:
+        raise
+    except Exception as error:  # libraries meet contradictions that are not looked for with errors of any kind
+        other = f"It cannot be converted ({type(error).__name__}: {error})."
+        fault = error.message if isinstance(error, ServeError) else other
+        raise ModelLoadError(f"{source}: {fault} {_REMEDY}") from error

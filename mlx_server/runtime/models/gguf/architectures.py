@@ -8,6 +8,7 @@ llama.cpp and from the published configurations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,12 +41,12 @@ class Facts:
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         return _shortest(value) if isinstance(value, float) else value
 
-    def number(self, name: str) -> Any:
-        """As `get`. Raises `ModelLoadError` if the number is missing, or if there is one for each layer."""
-        value = self.get(name)
-        if not isinstance(value, int | float):
-            what = "no" if value is None else "several"
-            raise ModelLoadError(f"The GGUF file has {what} {self.architecture}.{name}; one is required.")
+    def number(self, name: str, default: float | None = None) -> Any:
+        """As `get`. Raises `ModelLoadError` if this is not one positive number."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            what = "no" if value is None else f"{value!r:.40} as"
+            raise ModelLoadError(f"It has {what} {self.architecture}.{name}; one positive number is required.")
         return value
 
     @property
@@ -88,7 +89,7 @@ class Architecture:
         if len(parts) == 3 and parts[0] == "blk" and parts[2] in self.layer_names:
             return f"model.layers.{parts[1]}.{self.layer_names[parts[2]]}.{kind}"
         if module not in self.top_names:
-            raise ModelLoadError(f"The GGUF file contains {module}, which is unknown for its architecture.")
+            raise ModelLoadError(f"It contains {module}, which is unknown for its architecture.")
         return f"{self.top_names[module]}.{kind}"
 
 
@@ -123,7 +124,7 @@ def common_config(facts: Facts) -> Config:
     """The part of the configuration that all architectures have. Raises `ModelLoadError`."""
     shape = facts.shapes.get("token_embd.weight")
     if shape is None:
-        raise ModelLoadError("The GGUF file has no token_embd.weight, so it is not a language model.")
+        raise ModelLoadError("It has no token_embd.weight, so it is not a language model.")
     return {
         "hidden_size": facts.number("embedding_length"),
         "head_dim": facts.head_dim,
@@ -131,7 +132,7 @@ def common_config(facts: Facts) -> Config:
         "intermediate_size": facts.number("feed_forward_length"),
         "num_attention_heads": facts.num_heads,
         "num_key_value_heads": facts.num_kv_heads,
-        "rope_theta": facts.get("rope.freq_base", 10000.0),
+        "rope_theta": facts.number("rope.freq_base", 10000.0),
         "max_position_embeddings": facts.number("context_length"),
         "vocab_size": shape[0],
         "tie_word_embeddings": not facts.has("output.weight"),
@@ -147,7 +148,7 @@ def _whole_rotary(facts: Facts) -> Config:
     frequencies that mlx-lm does not know."""
     rotated = facts.get("rope.dimension_count", facts.head_dim)
     if rotated != facts.head_dim:
-        raise ModelLoadError(f"The GGUF file rotates {rotated} of {facts.head_dim} dimensions of a head.")
+        raise ModelLoadError(f"It rotates {rotated} of {facts.head_dim} dimensions of a head.")
     scaling = _scaling(facts)
     return {} if scaling is None else {"rope_scaling": scaling}
 
@@ -164,7 +165,7 @@ def _scaling(facts: Facts) -> Config | None:
     if kind == "yarn":
         length = facts.number("rope.scaling.original_context_length")
         return {"rope_type": "yarn", "type": "yarn", "factor": factor, "original_max_position_embeddings": length}
-    raise ModelLoadError(f"The GGUF file scales rotary frequencies by {kind}, which is not supported.")
+    raise ModelLoadError(f"It scales rotary frequencies by {kind}, which is not supported.")
 
 
 _LLAMA3 = MappingProxyType({"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192})
@@ -173,18 +174,18 @@ _LLAMA3 = MappingProxyType({"low_freq_factor": 1.0, "high_freq_factor": 4.0, "or
 def _llama3_scaling(factors: npt.NDArray[np.float32], facts: Facts) -> Config:
     """The rule for the factors in the file: 1 for short wavelengths, the largest for long ones, and a blend between
     them. Raises `ModelLoadError` if they are not those of Llama 3."""
-    base, dim, factor = facts.get("rope.freq_base", 10000.0), facts.head_dim, float(factors.max())
+    base, dim, factor = facts.number("rope.freq_base", 10000.0), facts.head_dim, float(factors.max())
     wavelengths = 2 * np.pi * base ** (np.arange(0, dim, 2) / dim)
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     blend = np.clip((_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0.0, 1.0)
     if factors.shape != blend.shape or not np.allclose(factors, 1 / ((1 - blend) / factor + blend), rtol=1e-3):
-        raise ModelLoadError("The GGUF file's rope_freqs are not those of Llama 3; others are not supported.")
+        raise ModelLoadError("Its rope_freqs are not those of Llama 3; others are not supported.")
     return {"rope_type": "llama3", "factor": _shortest(factor), **_LLAMA3}
 
 
 def _llama(facts: Facts) -> Config:
     if facts.get("expert_count"):
-        raise ModelLoadError("The GGUF file is a mixture of experts of the llama architecture, which is not supported.")
+        raise ModelLoadError("It is a mixture of experts of the llama architecture, which is not supported.")
     biases = {"attention_bias": facts.has("blk.0.attn_q.bias"), "mlp_bias": facts.has("blk.0.ffn_up.bias")}
     return {**_rms_norm(facts), **_whole_rotary(facts), **biases}
 
@@ -226,8 +227,8 @@ def _gemma3(facts: Facts) -> Config:
     return {
         **_rms_norm(facts),
         **({} if scaling is None else {"rope_scaling": scaling}),
-        "rope_theta": facts.get("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": facts.get("rope.freq_base_swa", 10_000.0),
+        "rope_theta": facts.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": facts.number("rope.freq_base_swa", 10_000.0),
         "query_pre_attn_scalar": _query_scale(facts, 62),
         "sliding_window": facts.number("attention.sliding_window"),
         "sliding_window_pattern": 6,
@@ -293,14 +294,13 @@ _OTHER_KINDS = MappingProxyType(
 )
 
 
-def find_architecture(name: str, source: str) -> Architecture:
+def find_architecture(name: str) -> Architecture:
     """Raises `ModelLoadError` for an unknown one; the error says what it is, or names the supported ones."""
     found = ARCHITECTURES.get(name)
     if found is None:
         kind = _OTHER_KINDS.get(name)
         raise ModelLoadError(
-            f"{source} has the architecture {name!r}"
+            f"It has the architecture {name!r}"
             + (f": {kind}." if kind else f"; supported are {', '.join(ARCHITECTURES)}.")
-            + " Look for the model in mlx-lm's format at https://huggingface.co/mlx-community."
         )
     return found

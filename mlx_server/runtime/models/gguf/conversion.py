@@ -17,8 +17,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from gguf import GGUFReader, GGUFValueType
+from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.blueprint import build_blank
 from mlx_server.runtime.models.gguf import WeightFormat
 from mlx_server.runtime.models.gguf.architectures import (
     ROPE_TENSORS,
@@ -48,8 +50,7 @@ class Conversion:
         """Reads the metadata of a model's files. Raises `ModelLoadError`."""
         files = [_read(path) for path in sources]
         metadata, found = files[0][0], [tensor for _, tensors in files for tensor in tensors]
-        architecture = find_architecture(str(metadata.get("general.architecture")), str(sources[0]))
-        check_vocabulary(metadata, sources[0])
+        architecture = find_architecture(str(metadata.get("general.architecture")))
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in found}
         factors = {tensor.name: np.array(tensor.data) for tensor in found if tensor.name in ROPE_TENSORS}
         tensors = {tensor.name: tensor for tensor in found if tensor.name not in ROPE_TENSORS}
@@ -63,6 +64,7 @@ class Conversion:
     def write(self, folder: Path, report: Report) -> None:
         """As `convert_gguf`."""
         config = self._config()
+        self._check_shapes(config)
         write_tokenizer(self.facts.metadata, config["max_position_embeddings"], folder)
         sizes = {name: int(tensor.n_bytes) for name, tensor in self.tensors.items()}
 
@@ -75,14 +77,32 @@ class Conversion:
         write_json(folder / "config.json", config)
 
     def _config(self) -> dict[str, Any]:
+        common = common_config(self.facts)
+        check_vocabulary(self.facts.metadata, common["vocab_size"])
         config = {
             "model_type": self.architecture.model_type,
-            **common_config(self.facts),
+            **common,
             **self.architecture.configure(self.facts),
             **special_ids(self.facts.metadata),
             "torch_dtype": str(self.architecture.dtype).rpartition(".")[2] if self._is_packed else "float32",
         }
         return {**config, **self._quantization()} if self._is_packed else config
+
+    def _check_shapes(self, config: Mapping[str, Any]) -> None:
+        """Raises `ModelLoadError` unless mlx-lm's model of this configuration has exactly the file's tensors."""
+        num_layers = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
+        if num_layers != config["num_hidden_layers"]:  # before a billion are built
+            raise ModelLoadError(
+                f"It has {num_layers} layers, and {self.facts.architecture}.block_count is "
+                f"{config['num_hidden_layers']}."
+            )
+        wanted = {name: array.shape for name, array in tree_flatten(build_blank(config, mx.float16).parameters())}
+        for name, target in self.targets.items():
+            if (shape := self.facts.shapes[name]) != wanted.pop(target, None):
+                raise ModelLoadError(f"Its tensor {name} of the shape {shape} contradicts its metadata.")
+        missing = [name for name in wanted if not (config["tie_word_embeddings"] and name.startswith("lm_head"))]
+        if missing:
+            raise ModelLoadError(f"It has no tensor for mlx-lm's {missing[0]}.")
 
     def _quantization(self) -> dict[str, Any]:
         """mlx-lm's description: the bits of most modules, and other modules by name; empty if none is quantized."""
@@ -150,10 +170,14 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """The metadata and the tensors of a file."""
     try:
-        reader = _Reader(path)
+        reader, end = _Reader(path), 0
+        for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+            if tensor.data_offset < end:
+                raise ValueError(f"{tensor.name} begins within another tensor")
+            end = tensor.data_offset + int(tensor.n_bytes)
         return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
     except Exception as error:  # the package's reader checks little
-        raise ModelLoadError(f"{path} is not a readable GGUF file: {error}") from error
+        raise ModelLoadError(f"{path.name} is not a readable GGUF file: {error}.") from error
 
 
 def _undo_rotary_order(rows: mx.array, num_heads: int) -> mx.array:

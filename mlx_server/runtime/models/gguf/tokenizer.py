@@ -74,7 +74,6 @@ _TURN_ENDS = frozenset(
 """Tokens that end an answer, even if the file does not say so."""
 _TURN_TOKENS = _TURN_ENDS | {"<start_of_turn>", "<|im_start|>"}
 """Tokens that are control tokens, even if the file calls them normal ones, as files of Gemma 3 do."""
-_REMEDY = "Fetch it again, or use another file of the same model."
 
 
 def write_tokenizer(metadata: Mapping[str, Any], context_length: int, folder: Path) -> None:
@@ -90,8 +89,7 @@ def write_tokenizer(metadata: Mapping[str, Any], context_length: int, folder: Pa
         "clean_up_tokenization_spaces": False,
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None and token_id < len(tokens):
+        if (token_id := _special_id(metadata, key)) is not None:
             config[f"{name}_token"] = tokens[token_id]
     document = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(document + "\n", encoding="utf-8")
@@ -99,33 +97,39 @@ def write_tokenizer(metadata: Mapping[str, Any], context_length: int, folder: Pa
         (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
 
 
-def check_vocabulary(metadata: Mapping[str, Any], path: Path) -> None:
-    """Raises `ModelLoadError` unless the file at `path` has everything that its kind of vocabulary needs."""
+def check_vocabulary(metadata: Mapping[str, Any], num_rows: int) -> None:
+    """Raises `ModelLoadError` unless there is everything that the kind of vocabulary needs, for at most `num_rows`
+    tokens."""
     kind = metadata.get("tokenizer.ggml.model")
     for key in ("tokens", "merges") if kind == "gpt2" else ("tokens",):
         if not metadata.get(f"tokenizer.ggml.{key}"):
-            raise ModelLoadError(f"{path} has no tokenizer.ggml.{key}, so it has no usable tokenizer. {_REMEDY}")
+            raise ModelLoadError(f"It has no tokenizer.ggml.{key}, so it has no usable tokenizer.")
     num_tokens = len(metadata["tokenizer.ggml.tokens"])
+    if num_tokens > num_rows:
+        raise ModelLoadError(f"It has {num_tokens} tokens, but {num_rows} rows in token_embd.weight.")
     for key in ("token_type", "scores"):
         values = metadata.get(f"tokenizer.ggml.{key}")
         if values and len(values) != num_tokens:
-            raise ModelLoadError(
-                f"{path} has {num_tokens} tokens, but {len(values)} numbers in tokenizer.ggml.{key}. {_REMEDY}"
-            )
+            raise ModelLoadError(f"It has {num_tokens} tokens, but {len(values)} numbers in tokenizer.ggml.{key}.")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     if kind == "llama" and unknown is not None and not 0 <= unknown < num_tokens:
-        raise ModelLoadError(
-            f"{path} has {num_tokens} tokens, and tokenizer.ggml.unknown_token_id is {unknown}. {_REMEDY}"
-        )
+        raise ModelLoadError(f"It has {num_tokens} tokens, and tokenizer.ggml.unknown_token_id is {unknown}.")
+
+
+def _special_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """None also for an id that no token has, which llama.cpp ignores, too."""
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    is_known = isinstance(token_id, int) and 0 <= token_id < len(metadata["tokenizer.ggml.tokens"])
+    return token_id if is_known else None
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` for config.json: a list where several tokens end an answer."""
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    named = (_special_id(metadata, name) for name in ("eos", "eot", "eom"))
     ends = [token_id for token_id in named if token_id is not None]
     ends += [token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in _TURN_ENDS]
     distinct = list(dict.fromkeys(ends))
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    bos = _special_id(metadata, "bos")
     return {"bos_token_id": bos, "eos_token_id": distinct[0] if len(distinct) == 1 else distinct}
 
 
@@ -133,7 +137,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer itself; token ids are the positions in the file's list. Raises `ModelLoadError`."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ModelLoadError(f"The GGUF file's vocabulary is of kind {kind}; supported are gpt2 and llama.")
+        raise ModelLoadError(f"Its vocabulary is of kind {kind}; supported are gpt2 and llama.")
     tokens = list(metadata["tokenizer.ggml.tokens"])
     said = metadata.get("tokenizer.ggml.token_type") or [_TokenType.NORMAL] * len(tokens)
     types = [_TokenType.CONTROL if token in _TURN_TOKENS else type_ for token, type_ in zip(tokens, said)]
@@ -145,7 +149,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, adds_bos = _sentencepiece(tokens, types, metadata), True
     tokenizer.add_special_tokens(list(_added(tokens, types, _TokenType.CONTROL)))
     tokenizer.add_tokens(list(_added(tokens, types, _TokenType.USER_DEFINED)))
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    bos = _special_id(metadata, "bos")
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=["bos", "$A"], pair=["bos", "$A", "bos", "$B"], special_tokens=[("bos", bos)]
@@ -156,7 +160,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 def _positions(tokens: Sequence[str]) -> dict[str, int]:
     positions = {token: token_id for token_id, token in enumerate(tokens)}
     if len(positions) != len(tokens):
-        raise ModelLoadError("The GGUF file's vocabulary has a token twice.")
+        raise ModelLoadError("Its vocabulary has a token twice.")
     return positions
 
 
@@ -165,7 +169,7 @@ def _split_of(metadata: Mapping[str, Any]) -> _Split:
     split = _SPLITS.get(name)
     if split is None:
         raise ModelLoadError(
-            f"The GGUF file's vocabulary is split by {name}, whose rule is unknown; supported are {', '.join(_SPLITS)}."
+            f"Its vocabulary is split by {name}, whose rule is unknown; supported are {', '.join(_SPLITS)}."
         )
     return split
 

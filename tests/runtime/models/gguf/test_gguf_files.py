@@ -155,12 +155,12 @@ def test_a_missing_part_of_a_split_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokens": None}, r"tiny\.gguf has no tokenizer\.ggml\.tokens"),
-        ({"merges": None}, r"tiny\.gguf has no tokenizer\.ggml\.merges"),
-        ({"token_type": [1]}, r"tiny\.gguf has \d+ tokens, but 1 numbers in tokenizer\.ggml\.token_type"),
+        ({"tokens": None}, r"tiny\.gguf: It has no tokenizer\.ggml\.tokens"),
+        ({"merges": None}, r"tiny\.gguf: It has no tokenizer\.ggml\.merges"),
+        ({"token_type": [1]}, r"tiny\.gguf: It has \d+ tokens, but 1 numbers in tokenizer\.ggml\.token_type"),
         (
             {"model": "llama", "unknown_token_id": 99999},
-            r"tiny\.gguf has .* tokenizer\.ggml\.unknown_token_id is 99999",
+            r"tiny\.gguf: It has .* tokenizer\.ggml\.unknown_token_id is 99999",
         ),
     ],
 )
