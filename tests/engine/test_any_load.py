@@ -32,7 +32,7 @@ from tests.engine_worlds import on_the_cpu, random_prompts
 from tests.heads import head_folder
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
-BY_DEFAULT = {"llama": 1, "gemma3_text": 2, "qwen3_next": 3, "mtp deepseek_v3": 4, "block": 5}
+BY_DEFAULT = {"llama": 1, "gemma3_text": 2, "qwen3_next": 3, "mtp deepseek_v3": 4, "block": 5, "windows": 6}
 MORE = (*BY_DEFAULT, "qwen3_moe", "gpt_oss", "deepseek_v32", "lfm2", "rwkv7", "mtp qwen3_next", "eagle")
 GRAMMARS = ({"regex": "(ab|cd)+[0-9]{2,6}"}, {"choice": ["alpha beta", "alpha gamma", "x"]}, {"json_object": True})
 SEEDS = [*BY_DEFAULT.items(), *(pytest.param(name, n, marks=pytest.mark.full) for name in MORE for n in range(10, 30))]
@@ -71,7 +71,7 @@ def check(answer: Answer, alone: Answer, tolerance: float) -> None:
         assert [position.token.logprob for position in ours[name]] == pytest.approx(wanted, rel=0.0, abs=tolerance)
 
 
-def make_model(name: str, path: Path) -> ModelConfig:
+def make_model(name: str, path: Path, rng: random.Random) -> ModelConfig:
     """A random model, perhaps with something that drafts for it; Llama's has adapters."""
     adapters, drafter = list[Path](), None
     if name.startswith("mtp "):
@@ -79,10 +79,13 @@ def make_model(name: str, path: Path) -> ModelConfig:
     elif name in ("eagle", "block"):
         made = eagles.folders(path, "sglang") if name == "eagle" else block_drafters.folders(path, "dflash2")
         folder, drafter = made[:2]
+    elif name == "windows":
+        window = rng.choice((1, 2, 17, 32, 33, 40, 90))
+        folder = str(write_model("gemma3_text", path / "model", sliding_window=window))
     else:
         folder = str(write_model(name, path / "model"))
         adapters = [write_adapter(Path(folder), path / f"a{n}", rank=2 + n, seed=n) for n in (1, 2) if name == "llama"]
-    is_invariant = not adapters and (drafter is not None or name in ARCHITECTURES)
+    is_invariant = not adapters and (drafter is not None or name in (*ARCHITECTURES, "windows"))
     adapter = ":".join(map(str, adapters)) or None
     return ModelConfig(
         model=folder, adapter=adapter, draft_model=drafter, max_model_len=256, batch_invariant=is_invariant
@@ -184,7 +187,8 @@ async def check_load(
 async def test_all_answers_are_those_alone(
     name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, model = random.Random(seed), make_model(name, tmp_path)
+    rng = random.Random(seed)
+    model = make_model(name, tmp_path, rng)
     kind = "mtp" if name.startswith("mtp ") else "ngram" if model.draft_model is None else "model"
     wanted = await answers_alone(model, some_asks(rng, [None, *(adapter.name for adapter in model.adapters)]))
     monkeypatch.setattr(drafting, "choose_depths", always)
