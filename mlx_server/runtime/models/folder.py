@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -255,7 +254,7 @@ _NUMBERS = re.compile(r"num_\w+|\w+_(size|dim|eps|theta|factor|layer_ids)|slidin
 
 
 _BOUNDS: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
-    (_NUMBERS, lambda number: abs(number) < math.inf, "a finite number"),
+    (_NUMBERS, lambda number: abs(number) < 2**63, "a finite number of 64 bits"),
     (re.compile("(num|n)_(hidden_)?layers?"), lambda number: number <= _MAX_LAYERS, f"at most {_MAX_LAYERS:,}"),
     (re.compile("group_size"), lambda number: number > 0, "a positive number"),
 )
