@@ -93,7 +93,7 @@ LAYER = ("quantization", "model.layers.0.mlp.up_proj")
     ("folder", "file", "place", "value", "words"),
     [
         ("model", "config.json", ("num_hidden_layers",), 2**31, "at most 10,000 instead of 2147483648"),
-        ("model", "config.json", ("rms_norm_eps",), float("nan"), "a finite number of 64 bits instead of nan as rms_norm_eps"),
+        ("model", "config.json", ("rms_norm_eps",), float("nan"), "of 64 bits instead of nan as rms_norm_eps"),
         ("model", "config.json", ("vocab_size",), 10**400, "a finite number of 64 bits instead of 1000"),
         ("model", "config.json", ("rope_theta",), -1, "logits are NaN"),
         ("quantized", "config.json", ("intermediate_size",), 1, "is for rows longer than 1.*Correct its config.json"),
