@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,7 +18,7 @@ import pytest
 from mlx_server.batching.speculation import drafting
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.library.completions import RequestBuilder
+from mlx_server.engine.library.completions import RequestBuilder, pool
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.outputs import CompletionDelta, SchedulerOutput
 from mlx_server.request import FinishReason, Priority
@@ -52,6 +52,15 @@ class Ask:
     def requests(self, engine: AsyncEngine) -> list[GenerationRequest]:
         made = RequestBuilder(engine).prompt(self.prompt, self.sampling, self.adapter).requests
         return [replace(one, priority=self.priority) for one in made]
+
+
+async def vectors(engine: AsyncEngine, asks: Iterable[Ask]) -> list[float]:
+    """Those of all prompts, one after the other; none of a model that gives none."""
+    if engine.pooling is None or engine.pooling.embedder is None:
+        return []
+    embedder = engine.pooling.embedder
+    results = await pool(engine, [ask.prompt for ask in asks], embedder.params, use_tqdm=False)
+    return [number for result in results for number in embedder.vector(result, None)]
 
 
 async def read(stream: RequestStream) -> Answer:
@@ -88,7 +97,12 @@ def make_model(name: str, path: Path, rng: random.Random) -> ModelConfig:
     is_invariant = not adapters and (drafter is not None or name in (*ARCHITECTURES, "windows"))
     adapter = ":".join(map(str, adapters)) or None
     return ModelConfig(
-        model=folder, adapter=adapter, draft_model=drafter, max_model_len=256, batch_invariant=is_invariant
+        model=folder,
+        adapter=adapter,
+        draft_model=drafter,
+        max_model_len=256,
+        batch_invariant=is_invariant,
+        pooling="last" if name in ("llama", "windows") else "auto",
     )
 
 
@@ -139,17 +153,24 @@ async def serving(config: Config) -> AsyncIterator[AsyncEngine]:
         await engine.stop()
 
 
-async def answers_alone(model: ModelConfig, asks: Sequence[Ask]) -> dict[Ask, list[Answer]]:
+async def answers_alone(model: ModelConfig, asks: Sequence[Ask]) -> tuple[dict[Ask, list[Answer]], list[float]]:
+    """And the prompts' vectors."""
     model, cache = replace(model, draft_model=None), CacheConfig(num_kv_blocks=64, prefix_caching=False)
     async with serving(Config(model=model, cache=cache, scheduler=SchedulerConfig(speculate="off"))) as engine:
         alone = {ask: [replace(one, sample_index=0) for one in ask.requests(engine)] for ask in asks}
-        return {ask: [await read(engine.submit(one)) for one in alone[ask]] for ask in asks}
+        answers = {ask: [await read(engine.submit(one)) for one in alone[ask]] for ask in asks}
+        return answers, [number for ask in asks for number in await vectors(engine, [ask])]
 
 
 async def check_load(
-    engine: AsyncEngine, rng: random.Random, wanted: dict[Ask, list[Answer]], tolerance: float
+    engine: AsyncEngine,
+    rng: random.Random,
+    wanted: dict[Ask, list[Answer]],
+    wanted_vectors: list[float],
+    tolerance: float,
 ) -> None:
-    """All asks, some of them twice, while the pool is cut, requests are preempted or aborted and prefixes forgotten."""
+    """All asks, some of them twice, and their prompts' vectors, while the pool is cut, requests are preempted or aborted
+    and prefixes forgotten."""
     scheduler, before, streams = engine.scheduler, engine.stats(), list[RequestStream]()
     reading: list[tuple[asyncio.Task[Answer], Answer]] = []
     schedule = scheduler.schedule
@@ -163,6 +184,7 @@ async def check_load(
         return step
 
     scheduler.schedule = disturbed  # type: ignore[method-assign]
+    embedding = asyncio.create_task(vectors(engine, wanted))
     for ask in rng.sample([*wanted, *wanted], len(wanted) * 3 // 2):
         opened = engine.submit_all(ask.requests(engine))
         streams += opened
@@ -170,6 +192,7 @@ async def check_load(
         await asyncio.sleep(rng.choice((0.0, 0.0, 0.01)))
     for task, alone in reading:
         check(await task, alone, tolerance)
+    assert await embedding == pytest.approx(wanted_vectors, rel=0.0, abs=tolerance)
     await until(lambda: engine.stats().num_free_blocks == engine.stats().num_blocks)
     scheduler.check_integrity()
     stats, requests = engine.stats(), [stream.request for stream in streams]
@@ -190,7 +213,9 @@ async def test_all_answers_are_those_alone(
     rng = random.Random(seed)
     model = make_model(name, tmp_path, rng)
     kind = "mtp" if name.startswith("mtp ") else "ngram" if model.draft_model is None else "model"
-    wanted = await answers_alone(model, some_asks(rng, [None, *(adapter.name for adapter in model.adapters)]))
+    wanted, wanted_vectors = await answers_alone(
+        model, some_asks(rng, [None, *(adapter.name for adapter in model.adapters)])
+    )
     monkeypatch.setattr(drafting, "choose_depths", always)
     if rng.random() < 0.7:
         monkeypatch.setattr("mlx_server.engine.draft_parts.NgramDrafter", Adversary)
@@ -201,4 +226,4 @@ async def test_all_answers_are_those_alone(
     for _ in range(2):  # with kv_disk, the second engine finds what the first one has kept
         async with serving(config) as engine:
             for _ in range(2):
-                await check_load(engine, rng, wanted, 0.0 if model.batch_invariant else 1e-3)
+                await check_load(engine, rng, wanted, wanted_vectors, 0.0 if model.batch_invariant else 1e-3)
