@@ -169,8 +169,8 @@ async def check_load(
     wanted_vectors: list[float],
     tolerance: float,
 ) -> None:
-    """All asks, some of them twice, and their prompts' vectors, while the pool is cut, requests are preempted or aborted
-    and prefixes forgotten."""
+    """All asks, some of them twice, and their prompts' vectors, while the pool is cut, requests are preempted or
+    aborted, and prefixes forgotten."""
     scheduler, before, streams = engine.scheduler, engine.stats(), list[RequestStream]()
     reading: list[tuple[asyncio.Task[Answer], Answer]] = []
     schedule = scheduler.schedule
