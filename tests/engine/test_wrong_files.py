@@ -16,7 +16,8 @@ import pytest
 from mlx_server import LLM, SamplingParams
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.models.folder import read_headers
-from tests.adapter_files import write_adapter, write_model
+from tests import block_drafters, eagles
+from tests.adapter_files import save_as_peft, write_adapter, write_model
 
 DEEP: list[Any] = []
 for _ in range(200):
@@ -27,7 +28,13 @@ VALUES = (MISSING, None, True, 0, -1, 1, 1.5, "", "x", "3", [], [1], ["x"], [Non
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "eos_token_id": [1, 2], "bos_token_id": 1}
 INDEX = "model.safetensors.index.json"
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX)
-CASES = [("model", file) for file in FILES] + [("quantized", "config.json"), ("adapter", "adapter_config.json")]
+BASES = {"adapter": "model", "peft": "model", "block/drafter": "block/model", "eagle/drafter": "eagle/model"}
+"""The models of adapters and of drafters."""
+CASES = [
+    *(("model", file) for file in FILES),
+    *((folder, "config.json") for folder in ("quantized", "block/drafter", "eagle/drafter")),
+    *((folder, "adapter_config.json") for folder in ("adapter", "peft")),
+]
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10)))
 
 
@@ -36,6 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("right")
     write_model("llama", path / "quantized", bits=4)
     write_adapter(write_model("llama", path / "model"), path / "adapter")
+    save_as_peft(path / "adapter", path / "peft", alpha_pattern={"q_proj": 24}, use_rslora=True)
+    block_drafters.folders(path / "block", "dflash2")
+    eagles.folders(path / "eagle", "sglang")
     (path / "model" / "generation_config.json").write_text(json.dumps(SAMPLING))
     names = dict.fromkeys(read_headers(path / "model" / "model.safetensors"), "model.safetensors")
     (path / "model" / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
@@ -67,9 +77,12 @@ def serve(folders: Path, folder: str, file: str, text: str, path: Path) -> None:
     wrong = path / "wrong"
     shutil.copytree(folders / folder, wrong, dirs_exist_ok=True)
     (wrong / file).write_text(text)
-    is_adapter = folder == "adapter"
-    model, adapters = (folders / "model", [str(wrong)]) if is_adapter else (wrong, [])
-    with LLM(str(model), num_kv_blocks=8, max_model_len=128, adapters=adapters) as llm:
+    base = BASES.get(folder)
+    model, is_adapter = wrong if base is None else folders / base, base == "model"
+    more: dict[str, Any] = (
+        {} if base is None else {"adapters": [str(wrong)]} if is_adapter else {"draft_model": str(wrong)}
+    )
+    with LLM(str(model), num_kv_blocks=8, max_model_len=128, **more) as llm:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         llm.generate("hello", sampling, adapters="wrong" if is_adapter else None, use_tqdm=False)
 
@@ -98,6 +111,7 @@ LAYER = ("quantization", "model.layers.0.mlp.up_proj")
         ("model", "config.json", ("rope_theta",), -1, "logits are NaN"),
         ("quantized", "config.json", ("intermediate_size",), 1, "is for rows longer than 1.*Correct its config.json"),
         ("quantized", "config.json", LAYER, {"group_size": 0, "bits": 4}, "a positive number instead of 0"),
+        ("eagle/drafter", "config.json", ("hidden_size",), [1], "a whole number as hidden_size"),
         ("adapter", "adapter_config.json", ("lora_parameters", "scale"), None, "or is damaged .*Take one"),
         ("adapter", "adapter_config.json", ("lora_parameters", "scale"), float("nan"), "its scale is nan"),
     ],

@@ -246,6 +246,8 @@ _TYPES = {
     "rope_parameters": (dict, "an object"),
     "eagle_config": (dict, "an object"),
     "transformer_layer_config": (dict, "an object"),
+    "hidden_size": (int, "a whole number"),
+    "backbone_hidden_size": (int, "a whole number"),
 }
 """What values of a config.json must be if they are there."""
 
