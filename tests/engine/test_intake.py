@@ -104,9 +104,10 @@ async def test_a_call_never_fills_the_queue(folder):
 
 async def test_a_call_waits_for_the_limits_of_its_tier(folder):
     tier = Tier(name="free", max_num_waiting=1, max_queued_tokens=20)
+    first, last = call("refused", 2, tier="free")
     async with engine_of(folder, tier) as engine:
         with pytest.raises(ContextLengthError, match=r"The prompt has 21 tokens, .* of tier free together may have 20"):
-            engine.submit_all([*call("n", 2, tier="free"), ask("long", [1] * 21, tier="free")])
+            engine.submit_all([first, ask("long", [1] * 21, tier="free"), last])
         streams = engine.submit_all(call("n", 12, tier="free"))
         assert engine.scheduler.num_waiting == 1
         for stream in streams:

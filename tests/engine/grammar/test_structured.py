@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import re
@@ -610,6 +611,19 @@ async def test_what_gets_no_processor_time_is_told_to_try_again_and_keeps_its_th
         await waiting
     gate.set()
     assert await threads.run(lambda: 6, "regex") == 6
+
+
+async def test_what_fails_after_it_was_given_up_is_not_reported_as_an_error_of_ours() -> None:
+    """As asyncio does with an error that nobody has retrieved."""
+    reports: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+    threads, gate = GrammarThreads(num_threads=1, patience_s=0.1), threading.Event()
+    with pytest.raises(OverloadedError):
+        await threads.run(lambda: 1 // (not gate.wait()), "regex")
+    gate.set()
+    assert await threads.run(lambda: 5, "regex") == 5
+    gc.collect()
+    assert reports == []
 
 
 def test_long_grammars_are_forgotten_sooner() -> None:

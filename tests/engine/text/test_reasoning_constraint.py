@@ -11,6 +11,7 @@ from mlx_server.batching.speculation.drafting import allowed_drafts
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningMarkers, find_reasoning_markers
 from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.errors import InvalidRequestError
 from tests.embedders import embedder_tokenizer
 
 THINK = ReasoningMarkers("<think>", "</think>")
@@ -173,6 +174,16 @@ def test_an_answer_that_cannot_be_forked_is_none() -> None:
 
     answer: Any = Alone()
     assert ReasoningConstraint(WORLD, THINK, WORLD.vocab_size, is_open=True, answer=answer).fork() is None
+
+
+def test_what_an_answer_failed_on_is_what_the_output_failed_on() -> None:
+    class Failed:
+        error = InvalidRequestError("too complex", "regex")
+
+    answer: Any = Failed()
+    failed = ReasoningConstraint(WORLD, THINK, WORLD.vocab_size, is_open=True, answer=answer)
+    assert failed.error is Failed.error
+    assert thinking(is_open=True).error is None
 
 
 def test_a_marker_of_several_tokens_begins_with_its_first() -> None:
