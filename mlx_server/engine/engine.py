@@ -285,9 +285,8 @@ class AsyncEngine:
     async def give_memory(self, num_bytes: int, timeout_s: float = 5.0) -> int:
         """Frees idle KV blocks, cached ones included, up to `num_bytes`, for other models. Waits up to `timeout_s` for
         each KV pool. Returns how many bytes are free for them. Requests continue."""
-        if self._parts is None or self.state is not EngineState.READY:
-            return 0
-        return await self._parts.give_memory(num_bytes, timeout_s)
+        is_ready = self.state is EngineState.READY
+        return await self._loaded_parts().give_memory(num_bytes, timeout_s) if is_ready else 0
 
     def stats(self) -> EngineStats:
         """Returns the current values and all counters, which include earlier loads of the model. While the model is not
@@ -412,9 +411,8 @@ class AsyncEngine:
 
     def _end_request(self, request_id: str, reason: FinishReason, num_void: int) -> None:
         self._forget(request_id, reason)
-        if self._parts is not None:
-            self._parts.scheduler.finish_request(request_id, reason, num_void)
-            self._intake.fill_soon(self._fill)
+        self.scheduler.finish_request(request_id, reason, num_void)
+        self._intake.fill_soon(self._fill)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
         """Fails every stream, and returns the ids of their requests. Each stream gets its own exception, because one
