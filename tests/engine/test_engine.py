@@ -365,6 +365,8 @@ async def test_who_stops_again_ends_what_the_first_began(folder):
 
 
 async def test_a_failed_step_fails_every_request_and_kills_the_engine(folder, monkeypatch):
+    reports: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
     async with engine_of(folder, max_num_seqs=2) as engine:
         streams = [engine.submit(ask(f"r{i}", sampling=greedy(100))) for i in range(4)]
         await anext(streams[0])
@@ -380,6 +382,7 @@ async def test_a_failed_step_fails_every_request_and_kills_the_engine(folder, mo
         with pytest.raises(EngineDeadError):
             engine.submit(ask("late"))
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert reports == [], "what reports steps knows that this one has no result"
 
 
 async def test_a_request_id_in_use_is_refused(folder):

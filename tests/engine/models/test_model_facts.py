@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
@@ -19,6 +20,8 @@ from mlx_server.engine.models.store import StoredModel
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.folder import read_headers
 from mlx_server.runtime.models.progress import shown
+from mlx_server.runtime.models.resolve import resolve_model
+from tests.gguf_files import write_gguf
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1}
 TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
@@ -123,7 +126,8 @@ def test_a_folder_s_size_time_and_digest_are_those_of_its_files(tmp_path: Path) 
 
 def test_the_text_part_s_values_count(tmp_path: Path) -> None:
     inner = {"max_position_embeddings": 4096}
-    assert facts_of(tmp_path / "m", {"max_position_embeddings": 8, "text_config": inner}).context_length == 4096
+    for name in ("text_config", "llm_config"):
+        assert facts_of(tmp_path / name, {"max_position_embeddings": 8, name: inner}).context_length == 4096
     assert facts_of(tmp_path / "n", {"max_position_embeddings": 2**31 - 1}).context_length == 2**31 - 1
 
 
@@ -188,6 +192,9 @@ def test_a_folder_a_converted_file_or_a_pulled_model_is_found(tmp_path: Path, mo
     assert facts_module.folder_of("pulled") == pulled
     assert [facts_module.folder_of(name) for name in ("model.gguf", "nothing", "smollm2")] == [None] * 3
     assert read_facts("nothing") is None
+    write_gguf(tmp_path / "converted.gguf")
+    converted = resolve_model("converted.gguf")
+    assert facts_module.folder_of("converted.gguf") == converted
 
 
 def folder_of_pulled(path: Path) -> Path:
@@ -210,7 +217,15 @@ def test_each_model_is_told_whether_it_fits_whatever_the_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
-    needs = {"small": 10, "large": 10**18, "refused": ModelLoadError("It is odd."), "broken": KeyError("vocab_size")}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub, commit = tmp_path / "hub" / "models--owner--name", "0" * 40
+    needs = {
+        "small": 10,
+        commit: 20,
+        "large": 10**18,
+        "refused": ModelLoadError("It is odd."),
+        "broken": KeyError("vocab_size"),
+    }
 
     def estimate(config: Config) -> MemoryNeed:
         need = needs[Path(config.model.model).name]
@@ -221,12 +236,17 @@ def test_each_model_is_told_whether_it_fits_whatever_the_others_are(
     monkeypatch.setattr(facts_module, "estimate_need", estimate)
     (tmp_path / "nothing").mkdir()
     models = [StoredModel("nothing", "home", tmp_path / "nothing", 1), StoredModel("gone", "hub", tmp_path, 1)]
+    (hub / "refs").mkdir(parents=True)
+    (hub / "snapshots").mkdir()
+    (hub / "refs" / "main").write_text(commit)
     for name in needs:
-        folder = folder_of(tmp_path / name, json.dumps({**LLAMA, "max_position_embeddings": 64}), {"x": TENSOR})
-        models.append(StoredModel(name, "home", folder, 1))
-    nothing, gone, small, large, refused, broken = fits_of(models, Config())
+        parent = hub / "snapshots" if name == commit else tmp_path
+        folder = folder_of(parent / name, json.dumps({**LLAMA, "max_position_embeddings": 64}), {"x": TENSOR})
+        is_hubs = name == commit
+        models.append(StoredModel("owner/name", "hub", hub, 1) if is_hubs else StoredModel(name, "home", folder, 1))
+    nothing, gone, small, fetched, large, refused, broken = fits_of(models, Config())
     assert nothing == gone == ModelFit(reason="it is incomplete: `mlx-serve pull` fetches the rest")
-    assert small == ModelFit("F32", 64, 10, "yes")
+    assert (small, fetched) == (ModelFit("F32", 64, 10, "yes"), ModelFit("F32", 64, 20, "yes"))
     assert large == ModelFit("F32", 64, 10**18, "no")
     assert refused == ModelFit("F32", 64, None, "no", "It is odd.")
     assert broken == ModelFit("F32", 64, None, "no", "its files are invalid (KeyError('vocab_size'))")

@@ -174,6 +174,7 @@ HARMONY_CASES = [
     ("to=f so to be", ("", "to=f so to be", [])),
     (" to", ("", " to", [])),
     ("<|chan", ("", "<|chan", [])),
+    ("<|channel|>final<|message|>So <|end", ("", "So <|end", [])),
     ("<|channel|>ana", ("", "", [])),
     (f"{HM}{NEXT}<|channel|>fin", ("Hm.", "", [])),
     (f"{HM}{NEXT}<|channel|>commentary to=functions.f", ("Hm.", "", [])),

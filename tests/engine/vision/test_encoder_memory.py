@@ -99,16 +99,16 @@ def test_sizes_that_are_left_out_are_pixtral_s(metal: bool, monkeypatch: pytest.
 
 def test_sizes_that_are_left_out_are_gemma_4_unified_s() -> None:
     """transformers saves no `model_patch_size`, which follows from two others."""
-    large, small = {"model_patch_size": 48, "mm_embed_dim": 3840}, {"patch_size": 16, "pooling_kernel_size": 3}
-    whole, saved, nothing = (
+    large, small = {"model_patch_size": 40}, {"patch_size": 20, "pooling_kernel_size": 2}
+    whole, saved, usual, nothing = (
         vision_bytes(
             {"model_type": "gemma4_unified", "text_config": {"hidden_size": 3840}, "vision_config": one},
             max_pixels=645_120,
             item_bytes=2,
         )
-        for one in (large, {"mm_embed_dim": 3840, **small}, {})
+        for one in ({"mm_embed_dim": 3840, **large}, {"mm_embed_dim": 3840, **small}, {"model_patch_size": 48}, {})
     )
-    assert whole == saved == nothing < 2**30
+    assert whole == saved != usual == nothing < 2**30
 
 
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 128])
