@@ -503,6 +503,7 @@ async def test_a_grammar_that_is_too_complex_is_the_request_s_own_fault(folder):
         ) as ended:
             await read(stream)
         assert ended.value.param == "guided_grammar"
+        assert "\n" not in ended.value.message, "nothing of the parser's state, such as the output"
 
 
 @pytest.mark.parametrize("question", ["accept", "forced_tokens", "bitmask", "is_terminated"])

@@ -284,6 +284,8 @@ def test_structured_outputs_bind_every_answer(llm: LLM) -> None:
     assert all(json.loads(output.text)["a"] in (1, 2) for output in found.outputs)
     choice = SamplingParams(max_tokens=9, structured_outputs={"choice": ["yes", "no"]})
     assert texts(llm, ["a", "b"], choice)[0] in ("yes", "no")
+    free = SamplingParams(max_tokens=3, temperature=0.0)
+    assert texts(llm, ["a"], replace(free, structured_outputs={"json_object": False})) == texts(llm, ["a"], free)
 
 
 @pytest.mark.parametrize(

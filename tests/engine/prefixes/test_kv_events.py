@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import socket
 import sys
 import threading
@@ -468,6 +469,25 @@ def test_a_slow_reader_gets_a_replay_as_a_whole(monkeypatch):
     events.close()
     assert len(sequences) > 3000
     assert sequences[:-1] == [number.to_bytes(8, "big") for number in range(len(sequences) - 1)]
+
+
+def test_messages_have_no_more_blocks_than_subscribers_take():
+    channel, encode = ModelEvents("t", lambda: None), msgspec.msgpack.Encoder().encode
+    channel.open(CacheEvents(PrefixMirror((None,)), lambda name: name, lambda keys: keys))
+    hashes = tuple(number.to_bytes(16, "big") for number in range(1, 5001))
+
+    def sent() -> tuple[list[list[int]], list[int]]:
+        """How many blocks each event has, by message; and all blocks."""
+        messages = [msgspec.msgpack.decode(payload)[1] for _, payload in channel.batches(0.0, encode)]
+        events = [[event.get("block_hashes", []) for event in events] for events in messages]
+        return [[*map(len, message)] for message in events], [*itertools.chain(*itertools.chain(*events))]
+
+    channel.add(prefix_cache.BlocksStored(0, None, hashes, [1] * BLOCK_SIZE * 5000, (0,), (), None))
+    assert sent() == ([[0, *[256] * 8], [256] * 8, [*[256] * 3, 136]], [*range(1, 5001)])
+    for digest in hashes:
+        channel.add(prefix_cache.BlockRemoved(digest, 0))
+    sizes, removed = sent()
+    assert (sizes, sorted(removed)) == ([[2048], [2048], [904]], [*range(1, 5001)])
 
 
 def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
