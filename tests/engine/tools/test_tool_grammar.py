@@ -529,6 +529,15 @@ def test_what_many_arguments_refer_to_is_written_once() -> None:
     assert COMPILERS[""].compile(force("qwen3_coder", [tool("f", _families(12, 100))]).spec)
 
 
+def test_arguments_that_differ_share_the_room_for_all_schemas() -> None:
+    """Half of what a grammar may have."""
+    lists = {f"a{i}": {"type": "array", "items": {"$ref": "#/$defs/d"}, "minItems": i} for i in range(40)}
+    schema = {"properties": lists, "$defs": {"d": {"enum": [f"word{i}" for i in range(1000)]}}}
+    spec = force("qwen3_coder", [tool("f", schema)]).spec
+    assert 4 * 10_000 < len(spec.source) < MAX_SOURCE_CHARS
+    assert spec.source.count("word999") < 7
+
+
 def test_arguments_whose_schemas_would_be_too_long_are_free() -> None:
     """Others are not."""
     parameters = _families(2, 20_000)
