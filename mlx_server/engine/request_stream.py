@@ -97,7 +97,7 @@ class OutputText:
             text = self._detokenizer.append(shown)
             return text if finish_reason is None else text + self._detokenizer.finish(), None
         # Stop strings count only after `min_tokens`, so text before that is not searched.
-        num_exempt = min(max(self._sampling.min_tokens - self._num_tokens, 0), len(shown))
+        num_exempt = max(self._sampling.min_tokens - self._num_tokens, 0)
         self._num_tokens += len(token_ids)
         text = self._detokenizer.append(shown[:num_exempt])
         scan = self._stops.scan(self._detokenizer.append(shown[num_exempt:]))

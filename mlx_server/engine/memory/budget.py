@@ -147,7 +147,7 @@ class MemoryShare:
 
     def part(self, need: MemoryNeed) -> None:
         """Unbooks what is not loaded besides the model any more."""
-        self.need = replace(self.need, weights_bytes=max(0, self.need.weights_bytes - need.weights_bytes))
+        self.need = replace(self.need, weights_bytes=self.need.weights_bytes - need.weights_bytes)
 
     def settle(self, need: MemoryNeed) -> None:
         """Replaces the estimate by what the loaded model really takes."""

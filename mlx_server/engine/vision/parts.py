@@ -117,11 +117,11 @@ class ImageParts:
 
     def order(self, text: str) -> list[int]:
         """The images in a text, as indices into `found`."""
-        return [int(found[1]) for found in self._marks.finditer(text)] if self._nonce in text else []
+        return [int(found[1]) for found in self._marks.finditer(text)]
 
     def replace(self, text: str, write: Callable[[int], str]) -> str:
         """Replaces each mark in the text by `write(index)`."""
-        return self._marks.sub(lambda found: write(int(found[1])), text) if self._nonce in text else text
+        return self._marks.sub(lambda found: write(int(found[1])), text)
 
     def split(self, text: str) -> list[dict[str, Any]]:
         """Splits a text into a template's parts, texts and images, without the line breaks that joined them."""
