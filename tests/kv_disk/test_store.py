@@ -12,6 +12,7 @@ import zlib
 
 import pytest
 
+from mlx_server.kv_disk import slab
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import RECORD_HEADER_BYTES, SLAB_HEADER_BYTES, SUFFIX, Space
 from mlx_server.kv_disk.store import RecordStore
@@ -211,6 +212,23 @@ def test_removed_and_foreign_files_are_no_errors(tmp_path):
     put(store, 2)  # it still knows the file that has gone
     assert put(found, 3)
     assert found.get(digest_of(3)) == content_of(3)
+
+
+def test_what_another_version_has_written_is_removed(tmp_path, monkeypatch):
+    with monkeypatch.context() as other:
+        other.setattr(slab, "FORMAT_VERSION", slab.FORMAT_VERSION + 1)
+        put(opened(tmp_path), 1)
+    assert len(opened(tmp_path)) == 0
+    assert slab_paths(tmp_path) == []
+
+
+def test_a_record_of_another_version_is_none(tmp_path, monkeypatch):
+    put(store := opened(tmp_path), 1)
+    with monkeypatch.context() as other:
+        other.setattr(slab, "FORMAT_VERSION", slab.FORMAT_VERSION + 1)
+        put(store, 2)
+    found = opened(tmp_path)
+    assert [found.get(digest_of(number)) for number in (1, 2)] == [content_of(1), None]
 
 
 def test_slabs_that_a_server_evicts_meanwhile_are_not_listed(tmp_path, monkeypatch):
