@@ -216,8 +216,8 @@ class RequestStream:
                 text, num_tokens = "".join(pieces), len(pieces)
         if matched is not None:
             token_ids = token_ids[:num_tokens]
-            # Tokens of this step after the match were never sent to the client.
-            num_cut = min(len(output.new_token_ids) - num_tokens, request.num_accepted_drafts)
+            # Tokens of this step after the match were never sent to the client. All but a step's last one are drafts.
+            num_cut = len(output.new_token_ids) - num_tokens
             request.num_accepted_drafts -= num_cut
             request.num_rejected_drafts += num_cut
             num_void = request.num_output_tokens - num_before - num_tokens

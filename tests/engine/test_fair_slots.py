@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, own_clock
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot, in_daemon_thread, own_clock
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 
@@ -142,6 +143,29 @@ async def test_one_key_s_queue_is_bounded():
 
 
 # --- the clock ----------------------------------------------------------------------------------------------------
+
+
+async def test_work_in_a_thread_that_nobody_waits_for_any_more_ends_quietly(monkeypatch: pytest.MonkeyPatch):
+    """A process need not wait for it, either, and other threads have stacks as before."""
+    faults: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    usual_bytes, begun, gate = threading.stack_size(), asyncio.Event(), threading.Event()
+    loop, threads = asyncio.get_running_loop(), list[threading.Thread]()
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        loop.call_soon_threadsafe(begun.set)
+        gate.wait()
+
+    waiting = asyncio.create_task(in_daemon_thread(work, stack_bytes=2**22))
+    await begun.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    (thread,) = threads
+    thread.join()
+    assert (thread.daemon, faults, threading.stack_size()) == (True, [], usual_bytes)
 
 
 def test_a_thread_s_clock_counts_its_work_and_not_its_waits():

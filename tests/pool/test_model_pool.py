@@ -817,6 +817,12 @@ async def test_a_pinned_model_that_was_asked_to_go_is_not_loaded_again(asked: st
         assert world.factory.loads() == ["a"]
 
 
+async def test_a_pool_that_has_stopped_leaves_no_task():
+    async with world_of("a") as world:
+        await world.use("a")
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_an_engine_that_dies_during_a_stop_is_not_replaced():
     world = World(entries=pinned_and())
     await world.pool.start()

@@ -107,8 +107,6 @@ class Leader(Ranks):
     def send(self, message: Message) -> None:
         """Sends a message to all other ranks, in the order of the calls. Any thread."""
         for rank, link in self._links.items():
-            if self._is_lost:
-                return
             try:
                 link.send(message)
             except RankLostError as error:

@@ -56,6 +56,12 @@ def test_a_model_of_the_hub_is_found_by_its_id_and_its_page(home: Path, tmp_path
     assert find_pulled("owner/other") is None
 
 
+def test_an_adapter_of_the_hub_is_no_model(home: Path, tmp_path: Path) -> None:
+    folder = put_hub_model(tmp_path / "hub", "owner/name")
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    assert find_pulled("owner/name") is None
+
+
 def test_a_model_at_home_is_found_by_the_name_of_its_folder(home: Path) -> None:
     mine = put_model(home / "models" / "mine")
     (home / "models" / "empty").mkdir()
@@ -92,7 +98,7 @@ def test_what_is_deleted_is_counted_and_a_link_s_target_stays(home: Path, tmp_pa
     elsewhere = put_model(tmp_path / "elsewhere")
     link, other = home / "models" / "link", put_model(home / "models" / "other")
     link.symlink_to(elsewhere)
-    assert remove_stored("nobody") == 0
+    assert remove_stored("nobody") == remove_stored(BUNDLED) == 0
     assert remove_stored("link") == 2
     assert (link.exists(), (elsewhere / "config.json").exists()) == (False, True)
     download = home / "downloads" / store.SMOLLM2.file_name
