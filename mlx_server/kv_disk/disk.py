@@ -98,7 +98,7 @@ class WriteBudget:
         try:
             (text,) = self._files.read(_BUDGET_NAME, [0], 4096)
             saved = json.loads(text)
-            left, at_s = float(saved["left"]), float(saved["at_s"])
+            left, at_s = saved["left"], saved["at_s"]
             if math.isfinite(left + at_s):
                 self._left, self._at_s = min(self._most, max(0.0, left)), min(self._at_s, at_s)
         except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -159,7 +159,7 @@ class _Waiting:
     writes: deque[Write] = field(default_factory=deque)
     contents: dict[bytes, memoryview] = field(default_factory=dict)  # by digest, as given to `write`
     num_bytes: int = 0
-    num_reads: int = 0
+    num_reads: int = 1  # the scan
     is_closing: bool = False
 
 
@@ -187,7 +187,6 @@ class KvDisk:
         ]
         for thread in self._threads:
             thread.start()
-        self._waiting.num_reads = 1
         self._reads.put(self._scan)
 
     @property

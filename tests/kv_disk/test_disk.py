@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,6 +155,13 @@ def test_the_days_writes_are_bounded_over_restarts(tmp_path):
         disk.close()
 
 
+def test_what_little_was_written_is_remembered_at_the_end(tmp_path):
+    disk = KvDisk(Files(tmp_path), 2**20, 400_000)
+    write(disk, 1)
+    disk.close()
+    assert 395_000 <= WriteBudget(Files(tmp_path), 400_000, lambda: 0.0).left < 396_000
+
+
 def test_a_budget_fills_up_within_a_day_whatever_the_clock_does(tmp_path):
     now = [1e9]
     files = Files(tmp_path)
@@ -221,6 +229,24 @@ def test_a_folder_has_one_server_at_a_time(tmp_path, caplog, monkeypatch):
     second = open_disk(tmp_path, "auto", DAY)
     assert second is not None
     assert second.store.limit_bytes == pytest.approx(second.files.free_bytes() / 10, rel=0.05)
+    second.close()
+
+
+def test_the_end_of_the_server_before_is_waited_for_two_seconds(tmp_path, monkeypatch):
+    first, now_s = open_disk(tmp_path, "1MB", DAY), 100.0
+    assert first is not None
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if now_s > 103.0:
+            first.close()
+
+    monkeypatch.setattr("mlx_server.kv_disk.files.time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    assert open_disk(tmp_path, "1MB", DAY) is None
+    assert now_s == pytest.approx(102.0, abs=0.1)
+    second = open_disk(tmp_path, "1MB", DAY)
+    assert second is not None
     second.close()
 
 

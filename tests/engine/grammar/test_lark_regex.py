@@ -62,6 +62,7 @@ def test_a_grammar_of_patches():
         ("start: A ~ 2\n  | B\nA: /a\\/b/\nB: /./s", ["a/ba/b", "\n"], ["a/b"]),
         ("%import common (INT, WS_INLINE)\n%import common.WORD -> NAME\nstart: NAME WS_INLINE INT", ["x 1"], ["1 x"]),
         ('start: "(" /x|y/ ")" "*"', ["(x)*", "(y)*"], ["(x", "y)*"]),
+        ('start:\n  | "a"\n  | "b" (| "c")', ["a", "bc"], ["", "b", "c"]),
     ],
 )
 def test_what_lark_knows(grammar: str, good: list[str], bad: list[str]):

@@ -100,6 +100,12 @@ def test_a_cut_is_put_off_twice_and_forgotten_when_memory_is_back(idle: int) -> 
     assert pool.asked[2:] == [(half, True), (half, True), (half, False)]
     guard.act(NONE)
     assert len(pool.asked) == 5, "the cut was made"
+    num_free, pool.blocks.num_free_blocks = pool.blocks.num_free_blocks, 0
+    for _ in range(3):
+        guard.act(EVICT)
+    pool.blocks.num_free_blocks = num_free
+    guard.act(EVICT)
+    assert pool.asked[-1][1], "nothing was put off while there was nothing to cut"
 
 
 async def test_others_get_what_they_ask_for_or_what_is_idle(idle: int) -> None:

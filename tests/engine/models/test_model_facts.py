@@ -21,6 +21,7 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.folder import read_headers
 from mlx_server.runtime.models.progress import shown
 from mlx_server.runtime.models.resolve import resolve_model
+from tests.embedders import save_embedder
 from tests.gguf_files import write_gguf
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1}
@@ -179,6 +180,11 @@ def test_what_a_model_can_do_follows_from_its_template(tmp_path: Path) -> None:
         assert facts.capabilities("m", "auto") == ["completion", "tools", *more]
         assert facts.capabilities("m", "auto", sees=True) == ["completion", "vision", "tools", *more]
         assert facts.capabilities("m", "last") == ["completion", "embedding", "rerank", "tools", *more]
+    save_embedder(tmp_path / "e")
+    (tmp_path / "e" / "chat_template.jinja").write_text("<think>")
+    embedder = read_facts(str(tmp_path / "e"))
+    assert embedder is not None
+    assert embedder.capabilities("e", "auto") == ["embedding", "rerank"]
 
 
 def test_a_folder_a_converted_file_or_a_pulled_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

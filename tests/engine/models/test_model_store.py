@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,18 @@ async def test_a_fetch_is_joined_under_each_of_its_names_and_ends_with_its_error
     assert list(fetches.running()) == []
     assert fetches.join("owner/name") is not fetch
     await asyncio.gather(*(running.done for running in fetches.running()), return_exceptions=True)
+
+
+async def test_a_fetch_that_nobody_waits_for_fails_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+    monkeypatch.setattr(store, "resolve_model", lambda name: 1 // 0)
+    fetches = Fetches()
+    fetches.join("owner/name")
+    while list(fetches.running()):
+        await asyncio.sleep(0.001)
+    gc.collect()
+    assert reports == []
 
 
 def test_all_models_are_listed_by_name_with_their_place_and_size(home: Path, tmp_path: Path) -> None:

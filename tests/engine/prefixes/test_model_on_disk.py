@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import random
 import threading
 import time
@@ -66,6 +67,16 @@ def test_weights_are_read_once(tmp_path, monkeypatch):
         "mlx_server.engine.prefixes.model_on_disk._content_digest", lambda path: pytest.fail("read again")
     )
     assert fingerprint(tmp_path, files) == before
+
+
+def test_weights_that_took_the_place_of_others_are_read_whatever_their_time(tmp_path):
+    files, path, other = Files(tmp_path / "disk"), tmp_path / "model.safetensors", tmp_path / "new"
+    path.write_bytes(bytes(1000))
+    before, stat = fingerprint(tmp_path, files), path.stat()
+    other.write_bytes(b"x" * 1000)
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other.replace(path)
+    assert fingerprint(tmp_path, files) != before
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"other": "file"}'])
@@ -174,6 +185,18 @@ async def test_what_was_to_be_saved_before_a_cut_is_saved_with_the_rest() -> Non
     assert world.scheduler.shrink(15, saves_first=True) == 0, "it waits for the disk"
     executor = await flushed(world, store)
     assert executor.steps[0].copies is not None
+    assert len(store.blocks) == 10
+
+
+async def test_blocks_are_saved_as_soon_as_the_disk_has_room_again() -> None:
+    world = finished_world(store := FakeStore())
+    store.most_room = 0
+
+    def drain(left_s: float) -> bool:
+        store.most_room = 2**30
+        return True
+
+    await flushed(world, store, drain=drain)
     assert len(store.blocks) == 10
 
 
