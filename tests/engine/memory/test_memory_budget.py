@@ -538,8 +538,9 @@ async def test_whoever_waits_for_memory_ranked_lowest_of_all(tiers):
 def test_nothing_is_free_where_more_is_used_than_there_is():
     available = 900
     budget = MemoryBudget(800 * MIB, 100 * MIB, lambda: reading(available=available))
-    share = budget.take("m", need(10))
+    share, loading = budget.take("m", need(10)), budget.take("n", need(20))
     available = 40
     assert budget.free_bytes == share.growable_bytes(0.5) == 0
     share.release()
+    loading.release()
     assert budget.missing_bytes(need(10)) == 70 * MIB, "the reserve, too"

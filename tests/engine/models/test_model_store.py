@@ -150,8 +150,7 @@ async def test_a_fetch_that_nobody_waits_for_fails_quietly(monkeypatch: pytest.M
     monkeypatch.setattr(store, "resolve_model", lambda name: 1 // 0)
     fetches = Fetches()
     fetches.join("owner/name")
-    while list(fetches.running()):
-        await asyncio.sleep(0.001)
+    await asyncio.wait([running.done for running in fetches.running()])
     gc.collect()
     assert reports == []
 
