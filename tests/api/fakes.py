@@ -37,7 +37,7 @@ TOOL_MARKERS = ("<tool_call>", "</tool_call>")
 REASONING_MARKERS = ("<think>", "</think>")
 NUM_BLOCKS = 100
 
-Script = Callable[[GenerationRequest], str]
+Script = Callable[[GenerationRequest], str | Sequence[int]]
 
 
 @functools.cache
@@ -253,6 +253,12 @@ class FakeStream:
             self.is_complete = True
             self.on_output()
 
+    async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
+        while not self.is_over():
+            for delta in self.take():
+                yield delta
+            await asyncio.sleep(0)
+
     @property
     def has_output(self) -> bool:
         return bool(self._deltas)
@@ -340,11 +346,12 @@ class FakeStream:
             task.cancel()
 
     def _tokens(self) -> list[int]:
-        text = self._engine.script(self._request)
+        said = self._engine.script(self._request)
         tokenizer = self._engine.tokenizer
         end = tokenizer.token_to_id(EOS)
         assert end is not None
-        return [*tokenizer.encode(text, add_special_tokens=False), *[end] * MAX_MODEL_LEN]
+        ids = tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
+        return [*ids, *[end] * MAX_MODEL_LEN]
 
     def _finish_reason(self, token_id: int, num_output_tokens: int) -> tuple[FinishReason | None, int | None]:
         sampling = self._request.sampling

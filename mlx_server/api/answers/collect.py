@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, in_order
+from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, Part, Thought, in_order
 from mlx_server.engine.tools.parser import ToolCallDelta, calls_of
 from mlx_server.engine.tools.untagged import JsonObjectCursor
 from mlx_server.engine.tools.values import read_arguments
@@ -66,7 +66,7 @@ def usage_of(events: Collection[OutputEvent], n: int = 1) -> Usage:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """All choices of a job, in order of their index: an event each, with all of the choice's output in `content`,
-    `reasoning` and `mixed` (a piece for each call, and for each text around them). Its `delta` is that of the last
+    `reasoning` and `mixed` (a piece for each call, and for each text between them). Its `delta` is that of the last
     step."""
 
     choices: tuple[OutputEvent, ...]
@@ -100,14 +100,12 @@ class _Builder:
     _last: OutputEvent
 
     def __init__(self) -> None:
-        self._reasoning: list[str] = []
-        self._mixed: list[str | ToolCallDelta] = []
+        self._mixed: list[Part] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
 
     def add(self, event: OutputEvent) -> None:
-        self._reasoning.append(event.reasoning)
         self._mixed += in_order(event)
         self._token_ids.extend(event.token_ids)
         self._logprobs.extend(event.logprobs)
@@ -115,12 +113,12 @@ class _Builder:
         self._last = event
 
     def choice(self) -> OutputEvent:
-        has_calls = any(not isinstance(part, str) for part in self._mixed)
+        mixed = tuple(joined(self._mixed))
         return replace(
             self._last,
-            content="".join(part for part in self._mixed if isinstance(part, str)),
-            reasoning="".join(self._reasoning),
-            mixed=tuple(_joined(self._mixed)) if has_calls else (),
+            content="".join(part for part in mixed if type(part) is str),
+            reasoning="".join(part for part in mixed if isinstance(part, Thought)),
+            mixed=mixed,
             delta=replace(
                 self._last.delta,
                 token_ids=tuple(self._token_ids),
@@ -130,8 +128,11 @@ class _Builder:
         )
 
 
-def _joined(parts: Iterable[str | ToolCallDelta]) -> Iterator[str | ToolCallDelta]:
-    """Joins the texts between calls, and the pieces of each call."""
-    for index, group in groupby(parts, lambda part: None if isinstance(part, str) else part.index):
+def joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Joins neighbours of one kind: pieces of reasoning, of content, or of one call."""
+    for key, group in groupby(parts, lambda part: type(part) if isinstance(part, str) else part.index):
         pieces = list(group)
-        yield "".join(map(str, pieces)) if index is None else whole_call(calls_of(pieces))
+        if isinstance(key, type):
+            yield key("".join(map(str, pieces)))
+        else:
+            yield whole_call(calls_of(pieces))

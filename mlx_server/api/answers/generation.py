@@ -84,13 +84,23 @@ class Truncation:
         return max_model_len - 1 if self.num_tokens == -1 else self.num_tokens
 
 
+class Thought(str):
+    """A piece of reasoning, among other parts of an output."""
+
+    __slots__ = ()
+
+
+Part = Thought | str | ToolCallDelta
+"""A piece of reasoning, of content, or of a call."""
+
+
 class Parts(NamedTuple):
-    """A piece of text, split. If both are set, the reasoning comes before the content. `mixed` are content and tool
-    calls in the order in which they were written; it is empty without calls."""
+    """A piece of text, split. `mixed` are all parts in the order in which they were written; it is empty if they are
+    only the reasoning, and then the content."""
 
     content: str = ""
     reasoning: str = ""
-    mixed: tuple[str | ToolCallDelta, ...] = ()
+    mixed: tuple[Part, ...] = ()
 
 
 class OutputParser:
@@ -171,7 +181,7 @@ class OutputParser:
         mixed = found.parts
         if not self._is_parallel:
             mixed = tuple(part for part in mixed if isinstance(part, str) or part.index == 0)
-        return Parts(found.content, reasoning, mixed)
+        return Parts(found.content, reasoning, (Thought(reasoning), *mixed) if reasoning else mixed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +239,7 @@ class OutputEvent:
     index: int
     content: str = ""
     reasoning: str = ""
-    mixed: tuple[str | ToolCallDelta, ...] = ()
+    mixed: tuple[Part, ...] = ()
     finish: Finish | None = None
     num_reasoning_tokens: int = 0
     delta: CompletionDelta = field(default_factory=lambda: CompletionDelta("", ()))
@@ -247,9 +257,9 @@ class OutputEvent:
         return self.delta.logprobs
 
 
-def in_order(output: Parts | OutputEvent) -> tuple[str | ToolCallDelta, ...]:
-    """Content and tool calls in the order in which they were written."""
-    return output.mixed or ((output.content,) if output.content else ())
+def in_order(output: Parts | OutputEvent) -> tuple[Part, ...]:
+    """The parts in the order in which they were written."""
+    return output.mixed or tuple(part for part in (Thought(output.reasoning), output.content) if part)
 
 
 Emit = Callable[[list[OutputEvent]], bool]
@@ -444,5 +454,6 @@ class _Choice:
 
 
 def _joined(first: Parts, second: Parts) -> Parts:
-    mixed = (*in_order(first), *in_order(second)) if first.mixed or second.mixed else ()
+    is_mixed = first.mixed or second.mixed or (first.content and second.reasoning)
+    mixed = (*in_order(first), *in_order(second)) if is_mixed else ()
     return Parts(first.content + second.content, first.reasoning + second.reasoning, mixed)

@@ -17,8 +17,8 @@ from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
-from mlx_server.api.answers.collect import Answer, Usage, arguments_object, is_cut_off, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt, in_order
+from mlx_server.api.answers.collect import Answer, Usage, arguments_object, is_cut_off, joined, usage_of
+from mlx_server.api.answers.generation import Finish, OutputEvent, Part, Prompt, Thought, in_order
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo, error_responses
@@ -256,22 +256,26 @@ class MessageWriter(Writer):
         return {"stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
 
     def _blocks(self, choice: OutputEvent) -> Iterator[dict[str, Any]]:
-        if choice.reasoning and self._shows_thinking:
-            yield {"type": "thinking", "thinking": choice.reasoning, "signature": _signature(choice.reasoning)}
-        for part in in_order(choice):
-            if isinstance(part, str):
+        for part in joined(self._shown(choice)):
+            if isinstance(part, Thought):
+                yield {"type": "thinking", "thinking": part, "signature": _signature(part)}
+            elif isinstance(part, str):
                 yield {"type": "text", "text": part}
             else:
                 written = part.arguments_fragment
                 given = {} if is_cut_off(written, choice.finish) else arguments_object(written)
                 yield {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
 
+    def _shown(self, output: OutputEvent) -> Iterator[Part]:
+        return (part for part in in_order(output) if self._shows_thinking or not isinstance(part, Thought))
+
     def _pieces(self, event: OutputEvent) -> Iterator[bytes]:
-        if event.reasoning and self._shows_thinking:
-            yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self._thinking.append(event.reasoning)
-            yield self._delta("thinking_delta", "thinking", event.reasoning)
-        for part in in_order(event):
+        for part in self._shown(event):
+            if isinstance(part, Thought):
+                yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                self._thinking.append(part)
+                yield self._delta("thinking_delta", "thinking", part)
+                continue
             if isinstance(part, str):
                 yield from self._enter("text", {"type": "text", "text": ""})
                 yield self._delta("text_delta", "text", part)
@@ -300,6 +304,7 @@ class MessageWriter(Writer):
         if self._open == "thinking":
             signed = {"type": "signature_delta", "signature": _signature("".join(self._thinking))}
             yield _event("content_block_delta", index=self._index, delta=signed)
+            self._thinking.clear()
         self._open = self._template = None
         yield _event("content_block_stop", index=self._index)
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from mlx_server.api.answers.collect import Answer, Usage, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent, in_order
+from mlx_server.api.answers.generation import Finish, OutputEvent, Thought, in_order
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
@@ -205,11 +205,10 @@ class OutputItems:
         self._open: _TextItem | _CallItem | None = None
 
     def append(self, event: OutputEvent) -> Iterator[Event]:
-        if event.reasoning:
-            yield from self._grow(self._reasoning, event.reasoning, partial(_TextItem, self._reasoning))
         for part in in_order(event):
             if isinstance(part, str):
-                yield from self._grow(_MESSAGE, part, partial(_TextItem, _MESSAGE))
+                kind = self._reasoning if isinstance(part, Thought) else _MESSAGE
+                yield from self._grow(kind, part, partial(_TextItem, kind))
                 continue
             new_call = partial(_CallItem, part, self._tools.get(part.name or ""))
             yield from self._grow(part.index, part.arguments_fragment, new_call)
