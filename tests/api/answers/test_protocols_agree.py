@@ -207,7 +207,6 @@ async def test_reasoning_that_follows_text_stays_behind_it(world: World):
     text, family = "<|end|><|start|>assistant".join(f"<|channel|>{one}" for one in messages), family_named("harmony")
     asked, random = Asked(tools=TOOLS), Random(0)
     asking = Asking(world, Case(family, [text], [cut(family, text, random, has_markers=True)], asked), random)
-    world.engine.tokens_per_delta = step
     for door in RESPONSES, MESSAGES:
         (said,) = await asking.ask(door, asked)
         kinds, shown = zip(*said.parts, strict=True)
