@@ -79,8 +79,13 @@ def _input_pattern(tool: dict[str, Any], where: str) -> str | None:
 
 
 _HEAD = re.compile(rf'\s*\{{\s*"{ARGUMENT}"\s*:\s*"')
-_WHOLE = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
-_FIRST_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
+_HEX = "[0-9a-fA-F]"
+_ESCAPE = re.compile(rf'(?:\\u{_HEX}{{4}})+|\\["\\/bfnrt]')
+_WHOLE = re.compile(
+    rf'(?:[^"\\]|\\[^u]|(?!\\u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?\Z)'
+    rf"\\u(?:{_HEX}{{4}}|{_HEX}{{0,3}}(?!{_HEX}|\Z)))*"
+)
+"""A string's text up to an escape that may go on, the first half of a surrogate pair included."""
 
 
 class InputReader:
@@ -105,8 +110,6 @@ class InputReader:
         assert whole is not None
         piece = whole[0]
         self._is_open = not self._held.startswith('"', len(piece))
-        if self._is_open and (half := _FIRST_HALF.search(piece)):
-            piece = piece[: half.start()]
         self._held = self._held[len(piece) :]
         return self._add(_unescaped(piece))
 
@@ -120,16 +123,19 @@ class InputReader:
 
 
 def _unescaped(piece: str) -> str:
-    try:
-        return str(json.loads(f'"{piece}"', strict=False)).encode("utf-8", "replace").decode()
-    except ValueError:  # not an escape of JSON
-        return piece
+    """What is no escape of JSON stays as it is: models forget to double backslashes."""
+    return _without_halves(_ESCAPE.sub(lambda escape: str(json.loads(f'"{escape[0]}"')), piece))
+
+
+def _without_halves(text: str) -> str:
+    """JSON can spell half of a surrogate pair, but no text can have it."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _read(arguments: str) -> str:
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     found = value.get(ARGUMENT) if isinstance(value, dict) else None
-    return found if isinstance(found, str) else arguments
+    return _without_halves(found) if isinstance(found, str) else arguments

@@ -211,6 +211,11 @@ async def test_grammars_are_bounded_together(world: World):
         ('{"input": "cut', "cut"),
         ('{"inp', '{"inp'),
         ('{"input": "\\ud83d"}', "?"),
+        ('{"input": "\\ud83dx\\ud83d\\ude00\\u12"}', "?x\U0001f600\\u12"),
+        ('{"other": 1, "input": "\\ud83d"}', "?"),
+        ('{"input": "\\d+\\n\\"x\\""}', '\\d+\n"x"'),  # the model has forgotten to double a backslash
+        ('{"input": "\\\\ud83d\\n"}', "\\ud83d\n"),
+        pytest.param("[" * 100_000, "[" * 100_000, id="too deep"),
     ],
 )
 async def test_inputs_are_read_however_they_come(arguments: str, text: str, size: int):
