@@ -72,7 +72,11 @@ def exists(path: Path) -> bool:
 def check_mounted(path: Path) -> None:
     """Raises `FileNotFoundError` for a path on a disk of a Mac that is not attached: there, root could make folders on
     the system's disk, and others get an error about permissions."""
-    disk = Path(*Path(os.path.realpath(path)).parts[: len(_DISKS.parts) + 1])
+    try:
+        place = Path(os.path.realpath(path))
+    except ValueError:  # of a NUL in the path
+        return
+    disk = Path(*place.parts[: len(_DISKS.parts) + 1])
     if is_mac() and disk.parent == _DISKS and not disk.is_mount():
         raise FileNotFoundError(errno.ENOENT, "no disk is mounted there; attach it", str(disk))
 

@@ -131,7 +131,7 @@ def _entry(table: Mapping[str, Any], overridable: Mapping[str, type], where: str
     }
     values = {name: value for name, value in table.items() if name in own}
     last_part = str(table["model"]).rstrip("/").rpartition("/")[2]
-    entry = read_table(ModelEntry, {"id": last_part, **values}, where, overrides=overrides)
+    entry = read_table(ModelEntry, {**values, "id": values.get("id", last_part)}, where, overrides=overrides)
     if entry.pinned and entry.idle_ttl_s:
         raise ConfigError(
             f"{where}: idle_ttl_s is {entry.idle_ttl_s:g}, and pinned is true, which keeps the model loaded when it is "

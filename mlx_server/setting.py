@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import types
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -94,7 +95,7 @@ def parse_size(text: str) -> int:
     number, unit, binary = match.groups()
     base = 1024 if binary else 1000
     if 0 < float(number) < _LEAST_PLAIN and number == text.strip():
-        raise ValueError(f"without a unit that is {number} bytes; write a size like {number}GB")
+        raise ValueError(f"without a unit that is {number} bytes; add one: kB, MB, GB, TB, KiB, MiB, GiB, TiB or B")
     return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
@@ -174,6 +175,7 @@ def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: 
     """The section with the values of a file, and those of `more`, which the file may not set. Raises `ConfigError`,
     whose message begins with `where`."""
     refuse_unknown(table, keys(declared).keys() - more.keys(), where)
+    _check_texts({**table, **more}, where)
     try:
         return declared(**table, **more)
     except ValidationError as error:
@@ -182,10 +184,30 @@ def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: 
 
 def read_text(declared: Any, name: str, text: str, where: str) -> Any:
     """The value of one setting from a text. Raises `ConfigError`, whose message begins with `where`."""
+    _check_texts(text, where)
     try:
         return getattr(TypeAdapter(declared).validate_strings({name: text}), name)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first(error, keys(declared))}") from error
+
+
+def odd_character(text: str) -> str | None:
+    """The first control character of a text, or half of a surrogate pair, which stands for a byte that is not UTF-8."""
+    return next((char for char in text if unicodedata.category(char) in ("Cc", "Cs")), None)
+
+
+def _check_texts(value: Any, where: str) -> None:
+    """Raises `ConfigError` if a text has an `odd_character`, also in a list or a table: no path, name or key has one
+    that the system, clients and logs can take. The message does not show the text, which may be a key."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _check_texts(name, where)
+            _check_texts(part, f"{where}: {name}")
+    elif isinstance(value, list):
+        for part in value:
+            _check_texts(part, where)
+    elif isinstance(value, str) and (odd := odd_character(value)) is not None:
+        raise ConfigError(f"{where} has the character {odd!r}; write UTF-8 in one line, without control characters.")
 
 
 def keys(declared: Any) -> dict[str, FieldInfo]:

@@ -54,7 +54,7 @@ def test_a_folder_may_have_an_equals_sign_in_it() -> None:
         ("x=a:x=b", "a and b are both called x"),
         ("=a", "'' in 'a' is not an adapter; write NAME=FOLDER"),
         ("x=", "'x' in '' is not an adapter"),
-        ("a\tb=/data", "'a\\tb' in '/data' is not an adapter; write NAME=FOLDER, with none of `:/=` and no control"),
+        ("a\u2028b=/data", "'a\\u2028b' in '/data' is not an adapter; write NAME=FOLDER, with none of `:/=`"),
         ("/", "'' in '/' is not an adapter"),
         ("/data/rank=8", "'rank=8' in '/data/rank=8' is not an adapter"),
     ],

@@ -207,6 +207,34 @@ def test_texts_that_are_no_such_value_are_refused_with_their_source(tmp_path, na
     assert refusal(tmp_path, **{name: text}).startswith(f"{setting.flag}: {name} is {words}")
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[model]\nmodel = "a\\u0000b"', "[model]: model"),
+        ('[model.adapter]\n"a\\u0007" = "b"', "[model]: adapter"),
+        ('[server]\napi_key = "a\\nb"', "[server]: api_key"),
+        ('[memory]\nkv_disk_dir = "a\\u007f"', "[memory]: kv_disk_dir"),
+        ('[[models]]\nmodel = "a\\u0000b"', "[[models]] 1: model"),
+        ('[[models]]\nmodel = "a"\ndraft_model = "a\\u0000b"', "[[models]] 1: draft_model"),
+        ('[[models]]\nmodel = "a"\naliases = ["b", "c\\t"]', "[[models]] 1: aliases"),
+        ('[tiers."a\\u0085"]', "[tiers.a\x85]: name"),
+        ('[tiers.a]\nmodels = ["b\\u0000"]', "[tiers.a]: models"),
+    ],
+)
+def test_texts_that_are_no_single_line_are_refused_by_their_place(tmp_path, text, place):
+    message = refusal(tmp_path, text)
+    assert message.startswith(f"{tmp_path / 'settings.toml'}: {place} has the character '\\")
+    assert "write UTF-8 in one line, without control characters" in message
+
+
+@pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.name)
+def test_bytes_that_are_not_utf_8_are_refused_in_every_setting(tmp_path, setting):
+    """The command line and the environment turn them into halves of surrogate pairs."""
+    reason = "has the character '\\udcff'; write UTF-8 in one line, without control characters."
+    assert refusal(tmp_path, **{setting.name: "a\udcff"}) == f"{setting.flag} {reason}"
+    assert refusal(tmp_path, environ={setting.env: "a\udcff"}) == f"{setting.env} {reason}"
+
+
 def test_the_source_of_a_wrong_value_is_named(tmp_path):
     assert refusal(tmp_path, environ={"MLX_SERVE_SERVER_PORT": "x"}).startswith("MLX_SERVE_SERVER_PORT: ")
     assert refusal(tmp_path, port="x").startswith("--port: ")
@@ -218,7 +246,7 @@ SIZES = ("kv_cache_memory", "memory_limit", "memory_reserve", "kv_disk", "kv_dis
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_small_size_without_a_unit_is_asked_for_one(tmp_path, name):
-    words = "without a unit that is 10 bytes; write a size like 10GB"
+    words = "without a unit that is 10 bytes; add one: kB, MB, GB, TB, KiB, MiB, GiB, TiB or B"
     assert refusal(tmp_path, **{name: "10"}) == f"{BY_NAME[name].flag}: {name} is '10'; {words}."
     assert words in refusal(tmp_path, f"[{BY_NAME[name].section}]\n{name} = 10\n")
     load(tmp_path, **{name: "1MB"})
@@ -309,7 +337,7 @@ def test_sizes(text, num_bytes):
 
 @pytest.mark.parametrize("text", ["1", "64", "999999", " 1.5 "])
 def test_a_small_number_without_a_unit_is_no_size(text):
-    with pytest.raises(ValueError, match=f"without a unit that is {text.strip()} bytes; write a size like"):
+    with pytest.raises(ValueError, match=f"without a unit that is {text.strip()} bytes; add one: kB, MB, GB, "):
         parse_size(text)
 
 

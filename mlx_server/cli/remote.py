@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import unicodedata
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import httpx
 from mlx_server.clients import NO_PROXY, EventSplitter
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ServeError
+from mlx_server.setting import odd_character
 
 URL_VARIABLE = "MLX_SERVE_URL"
 KEY_VARIABLE = "MLX_SERVE_API_KEY"
@@ -167,7 +167,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
 
 def one_line(text: str) -> str:
     """The type of an argument that a terminal shows in one line as it is."""
-    if {"Cc", "Cs"} & set(map(unicodedata.category, text)):  # surrogates stand for bytes that are not UTF-8
+    if odd_character(text) is not None:
         raise argparse.ArgumentTypeError("it must be UTF-8 text in one line, without control characters")
     return text
 

@@ -295,12 +295,6 @@ def test_a_path_that_no_file_can_have_gets_the_remedy(keys: Keys) -> None:
     assert "cannot be changed: File name too long. Check the file and its folder, or name another" in keys.errors
 
 
-def test_a_path_that_no_file_can_have_is_of_no_file(keys: Keys) -> None:
-    keys.path = Path("a\0b")
-    keys.run("list", status=1)
-    assert "There are no keys yet" in keys.errors
-
-
 @pytest.mark.parametrize("name", ["api_key", "admin_key", "discovery_key", "shared_store"])
 def test_a_secret_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []

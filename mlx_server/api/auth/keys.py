@@ -264,17 +264,20 @@ def key_file_path(server: ServerConfig) -> Path:
 
 
 def _secret(name: str, value: str | None, file: str | None) -> str | None:
-    if file is None:
-        return value
-    if value is not None:
-        raise ConfigError(f"{name} and {name}_file are both set; keep one of them.")
-    try:
-        text = read_settings(expanded(file)).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}_file: {file} cannot be read: {error}.") from error
-    if not text or len(text.splitlines()) != 1:
-        raise ConfigError(f"{name}_file: {file} must hold one line, the key.")
-    return text
+    if file is not None:
+        if value is not None:
+            raise ConfigError(f"{name} and {name}_file are both set; keep one of them.")
+        name = f"{name}_file: {file}"
+        try:
+            value = read_settings(expanded(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name} cannot be read: {error}.") from error
+    if value is None:
+        return None
+    key = value.strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise ConfigError(f"{name} must hold the key, one line of printable ASCII: clients can send no other.")
+    return key
 
 
 def _digest(key: str) -> bytes:

@@ -418,8 +418,10 @@ async def test_a_file_of_something_else_is_refused(tmp_path: Path):
         ({"key_file": "{path}/none.sqlite"}, "does not exist; `mlx-serve keys create --key-file"),
         ({"key_file": "{path}/" + "x" * 300}, "cannot be read as a file of keys: .*too long"),
         ({"api_key_file": "{path}/none"}, "api_key_file: .* cannot be read"),
-        ({"admin_key_file": "{path}/empty"}, "admin_key_file: .* must hold one line"),
-        ({"api_key_file": "{path}/two"}, "must hold one line"),
+        ({"admin_key_file": "{path}/empty"}, "admin_key_file: .*/empty must hold the key, one line of printable ASCII"),
+        ({"api_key_file": "{path}/two"}, "must hold the key, one line"),
+        ({"api_key": "sésame"}, "api_key must hold the key, one line of printable ASCII: clients can send no other"),
+        ({"admin_key": " "}, "admin_key must hold the key"),
         ({"api_key_file": "{path}/one", "api_key": "sesame"}, "api_key and api_key_file are both set"),
     ],
 )

@@ -35,7 +35,15 @@ def test_a_complete_folder_is_itself(tmp_path):
     assert resolve_model(str(folder)) == folder
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "name of the model is empty"), ("x" * 300, "File name too long")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "name of the model is empty"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "There is no model a\0b"),
+        ("a\0b.gguf", "There is no file a\0b.gguf"),
+    ],
+)
 def test_a_name_that_is_no_path_is_refused(name, words):
     with pytest.raises(ModelLoadError, match=words):
         resolve_model(name)
