@@ -114,6 +114,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {wrong}{did_you_mean(wrong, known)}")
         return parsed
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse drops the errors of writing."""
+        print(message, end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
