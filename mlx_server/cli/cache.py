@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.config import add_config_flag, config_from
-from mlx_server.cli.remote import RemoteServer, add_remote_flags, one_line, size, table
+from mlx_server.cli.remote import RemoteError, RemoteServer, add_remote_flags, one_line, size, table
 from mlx_server.config import Config
 from mlx_server.environment import MAX_INPUT, exists, expanded, read_file, read_stdin
 from mlx_server.errors import ServeError
@@ -189,38 +189,42 @@ def _shown(name: str, value: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The requests that compute the prefix of one entry of the file; the last one hits it."""
+    """The requests that compute the prefix of one entry; the last one hits it. `place` is the entry's file and line."""
 
+    place: str
     path: str
     bodies: tuple[dict[str, Any], ...]
 
     @classmethod
-    def of(cls, entry: Any, number: int, model: str | None) -> Prefix:
+    def of(cls, entry: Any, place: str, model: str | None) -> Prefix:
         """Raises `ServeError` for an entry that is neither a prompt nor a request."""
         body = {"prompt": entry} if isinstance(entry, str) else entry
         if not isinstance(body, Mapping) or ("messages" in body) == ("prompt" in body):
             raise ServeError(
-                f"Entry {number} is neither a string nor an object with `messages` or `prompt`; "
+                f"{place}: the entry is neither a string nor an object with either `messages` or `prompt`; "
                 'write "a prompt", {"messages": [...], "tools": [...]} or {"prompt": "..."}.'
             )
         if isinstance(body.get("prompt"), list) and any(isinstance(part, (str, list)) for part in body["prompt"]):
-            raise ServeError(f"Entry {number} has several prompts; make each an entry of its own.")
+            raise ServeError(f"{place}: the entry has several prompts; make each an entry of its own.")
         kept = {name: value for name, value in body.items() if name not in _NOT_SENT}
         one = {**({} if model is None else {"model": model}), **kept, "max_tokens": 1}
         if "prompt" in one:
-            return cls("/v1/completions", (one, one))
+            return cls(place, "/v1/completions", (one, one))
         messages: Any = one["messages"]
         last = messages[-1] if isinstance(messages, list) and messages else None
         if not isinstance(last, Mapping) or last.get("role") not in _HEADS:
-            return cls("/v1/chat/completions", (one, one))
+            return cls(place, "/v1/chat/completions", (one, one))
         turns = [[*messages, {"role": "user", "content": text}] for text in _FOLLOWERS]
-        return cls("/v1/chat/completions", tuple([{**one, "messages": turn} for turn in turns]))
+        return cls(place, "/v1/chat/completions", tuple([{**one, "messages": turn} for turn in turns]))
 
     def compute(self, server: RemoteServer) -> tuple[int, int]:
-        """Returns how many tokens the first prompt has, and how many were not cached."""
-        num_tokens, num_cached = server.request("POST", self.path, self.bodies[0], _usage)
-        for body in self.bodies[1:-1]:
-            server.request("POST", self.path, body)
+        """Returns how many tokens the first prompt has, and how many were not cached. Raises `RemoteError`."""
+        try:
+            num_tokens, num_cached = server.request("POST", self.path, self.bodies[0], _usage)
+            for body in self.bodies[1:-1]:
+                server.request("POST", self.path, body)
+        except RemoteError as error:
+            raise RemoteError(f"{self.place}: {error.message}") from error
         return num_tokens, num_tokens - num_cached
 
     def num_kept(self, server: RemoteServer) -> int:
@@ -245,8 +249,7 @@ def run_warm(args: argparse.Namespace) -> int:
       echo '{"messages": [{"role": "system", "content": "You review code. Name the file and line of each bug,' \\
         'say what goes wrong, and give the smallest fix. Do not praise."}]}' | mlx-serve cache warm -
     """
-    entries = _entries(_text(args.file))
-    prefixes = [Prefix.of(entry, number, args.model) for number, entry in enumerate(entries, 1)]
+    prefixes = [Prefix.of(entry, place, args.model) for place, entry in _entries(args.file).items()]
     with contextlib.closing(RemoteServer(args.url)) as server:
         for number, prefix in enumerate(prefixes, 1):
             began_s = time.monotonic()
@@ -255,52 +258,60 @@ def run_warm(args: argparse.Namespace) -> int:
             print(f"{number}: {num_tokens:,} tokens, {num_computed:,} computed, {took_s:.1f} s", flush=True)
         kept = [prefix.num_kept(server) for prefix in prefixes]  # after all of them: the last may displace the first
     print(f"{sum(kept):,} tokens are kept: {', '.join(f'{num_tokens:,}' for num_tokens in kept)}.")
-    lost = [str(number) for number, num_tokens in enumerate(kept, 1) if not num_tokens]
+    lost = [prefix.place for prefix, num_tokens in zip(prefixes, kept) if not num_tokens]
     if lost:
         raise ServeError(
-            f"Nothing is kept of {'entries' if lost[1:] else 'entry'} {', '.join(lost)}: "
+            f"Nothing is kept of {'; '.join(lost)}: "
             "shorter than a block of 32 tokens, more than the KV pool holds, or the model runs without prefix caching."
         )
     return 0
 
 
-def _text(name: str) -> str:
-    try:
-        return read_stdin() if name == "-" else read_file(expanded(name), MAX_INPUT, "a file of prompts").decode()
-    except OSError as error:
-        raise ServeError(f"{name} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise ServeError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-
-
-def _entries(text: str) -> list[Any]:
-    """The entries: those of a JSON list, one JSON value, or one JSON value per line."""
+def _entries(file: str) -> dict[str, Any]:
+    """The entries by file and line (or number): those of a JSON list, one JSON value, or one JSON value per line.
+    Raises `ServeError`."""
+    name = "Standard input" if file == "-" else file
+    text = _text(file)
+    if not text.strip():
+        raise ServeError(f"{name} has no entries.")
     try:
         whole = json.loads(text)
-        entries = whole if isinstance(whole, list) else [whole]
-    except json.JSONDecodeError as error:
-        if text.lstrip().startswith("["):
-            raise ServeError(f"The file is not JSON: {error.msg} in line {error.lineno}.") from error
-        entries = [_value(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     except (RecursionError, ValueError) as error:
-        raise ServeError(f"The file cannot be read: {_reason(error)}.") from error
-    if not entries:
-        raise ServeError("The file has no entries.")
-    return entries
+        if not (isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"):
+            raise _not_json(error, name) from error
+        lines = enumerate(text.split("\n"), 1)
+        return {f"{name}, line {n}": _value(line, name, n) for n, line in lines if line.strip()}
+    if not isinstance(whole, list):
+        return {name: whole}
+    if not whole:
+        raise ServeError(f"{name} has no entries.")
+    return {f"{name}, entry {number}": entry for number, entry in enumerate(whole, 1)}
 
 
-def _value(line: str, number: int) -> Any:
+def _value(line: str, name: str, number: int) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ServeError(f"Line {number} is not JSON: {error.msg} in column {error.colno}.") from error
     except (RecursionError, ValueError) as error:
-        raise ServeError(f"Line {number} cannot be read: {_reason(error)}.") from error
+        raise _not_json(error, name, number) from error
 
 
-def _reason(error: Exception) -> str:
-    """Of JSON with too deep a value or too long a number."""
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+def _not_json(error: Exception, name: str, line: int = 0) -> ServeError:
+    """Of a `line`, or of the whole file."""
+    if isinstance(error, json.JSONDecodeError):
+        return ServeError(f"{name}, line {line or error.lineno} is not JSON: {error.msg} in column {error.colno}.")
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else "it has a number of too many digits"
+    return ServeError(f"{name}{f', line {line}' if line else ''} cannot be read: {reason}.")
+
+
+def _text(file: str) -> str:
+    try:
+        if file == "-":
+            return read_stdin()
+        return read_file(expanded(file), MAX_INPUT, "a file of prompts").decode("utf-8-sig")
+    except OSError as error:
+        raise ServeError(f"{file or 'A file without a name'} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ServeError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
 
 
 def _usage(answer: Any) -> tuple[int, int]:

@@ -108,7 +108,7 @@ async def test_a_short_prompt_that_was_warmed_is_on_disk(site: Site, tmp_path, c
         await pool.stop(0.0)
     out, err = capsys.readouterr()
     assert "160 tokens are kept: 96, 64, 0." in out
-    assert "Nothing is kept of entry 3: shorter than a block of 32 tokens" in err
+    assert "prefixes.json, entry 3: shorter than a block of 32 tokens" in err
     store = RecordStore(Files(tmp_path / "disk"), 2**30)
     store.scan()
     assert len(store) == 3 + 2

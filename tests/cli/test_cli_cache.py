@@ -123,17 +123,20 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("", "has no entries"),
-        ("[]", "has no entries"),
-        ('["a", ', "is not JSON: Expecting value in line 1"),
-        ('"a"\n{"prompt": \n', "Line 2 is not JSON: Expecting value in column 12"),
-        ("[" * 100_000, "The file cannot be read: it is nested too deeply"),
-        ('"a"\n' + "[" * 100_000, "Line 2 cannot be read: it is nested too deeply"),
-        ("9" * 5000, "The file cannot be read: Exceeds the limit"),
-        ('"a"\n3', "Entry 2 is neither a string nor an object"),
-        ('{"input": "a"}', "Entry 1 is neither"),
-        ('{"messages": [], "prompt": "a"}', "Entry 1 is neither"),
-        ('{"prompt": ["a", "b"]}', "Entry 1 has several prompts"),
+        (" \n", "Standard input has no entries"),
+        ("[]", "Standard input has no entries"),
+        ('["a", ', "Standard input, line 1 is not JSON: Expecting value in column 7"),
+        ('{"messages":\n [}', "Standard input, line 2 is not JSON: Expecting value in column 3"),
+        ('"a"\n\n{"prompt": \n', "Standard input, line 3 is not JSON: Expecting value in column 12"),
+        ("[" * 100_000, "Standard input cannot be read: it is nested too deeply"),
+        ('"a"\n' + "[" * 100_000, "Standard input, line 2 cannot be read: it is nested too deeply"),
+        ("9" * 5000, "Standard input cannot be read: it has a number of too many digits"),
+        ('"a"\n3', "Standard input, line 2: the entry is neither a string nor an object"),
+        ('["a", 3]', "Standard input, entry 2: the entry is neither"),
+        ('{"input": "a"}', "Standard input: the entry is neither"),
+        ('{"messages": [], "prompt": "a"}', "Standard input: the entry is neither"),
+        ('{"prompt": ["a", "b"]}', "Standard input: the entry has several prompts"),
+        ('"a"\n{"prompt": NaN}', "Standard input, line 1: No server answers"),
         ('"a\u2028b\x85c"\n{"prompt": "b\u2029"}\r\n', "No server answers at http://127.0.0.1:9"),
         ('"a"', "No server answers at http://127.0.0.1:9"),
         ('{"messages": "a"}', "No server answers"),
@@ -152,6 +155,15 @@ def test_files_to_warm_that_cannot_be_read_are_named(tmp_path, capsys):
     (tmp_path / "image.json").write_bytes(b"\xff\xfe")
     assert main(["cache", "warm", str(tmp_path / "image.json")]) == 1
     assert "is not UTF-8 text: invalid start byte at byte 0." in capsys.readouterr().err
+    assert main(["cache", "warm", ""]) == 1
+    assert "A file without a name cannot be read: Is a directory." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nobody_listens")
+def test_a_file_to_warm_may_begin_with_a_byte_order_mark(tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf"a"\n"b"\n')
+    assert main(["cache", "warm", str(tmp_path / "prompts.jsonl")]) == 1
+    assert "prompts.jsonl, line 1: No server answers" in capsys.readouterr().err
 
 
 def test_a_key_that_is_no_text_is_refused(capsys):
