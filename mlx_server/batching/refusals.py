@@ -148,7 +148,7 @@ def displacement(load: QueueLoad, displaced: Request, request: Request, tier: st
 def expiry(waited_s: float, timeout_s: float) -> ServeError:
     """For a request that has waited too long for its first step."""
     return QueueTimeoutError(
-        f"The request waited {waited_s:.1f} s for its first step; the limit is {timeout_s:g} s "
+        f"The request waited {waited_s:g} s for its first step; the limit is {timeout_s:g} s "
         "(--queue-timeout-s). Try again when the server is less busy."
     )
 

@@ -96,17 +96,17 @@ def test_a_preempted_request_waits_again_and_counts() -> None:
 
 
 def test_a_request_may_wait_for_a_bounded_time() -> None:
-    world = make_world(max_num_seqs=1, queue_timeout_s=2.0)
+    world = make_world(max_num_seqs=1, queue_timeout_s=0.02)
     world.add(make_request("runs", 8, max_tokens=100), make_request("first"), make_request("second", arrival_s=0.5))
     world.step()
     scheduler = world.scheduler
-    assert scheduler.expire(2.0) == []
-    (output,) = scheduler.expire(2.25)
+    assert scheduler.expire(0.02) == []
+    (output,) = scheduler.expire(0.025)
     assert output.request_id == "first"
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, QueueTimeoutError)
     assert output.error.message == (
-        "The request waited 2.2 s for its first step; the limit is 2 s (--queue-timeout-s). "
+        "The request waited 0.025 s for its first step; the limit is 0.02 s (--queue-timeout-s). "
         "Try again when the server is less busy."
     )
     assert scheduler.num_waiting == 1
