@@ -42,9 +42,9 @@ class NewConversation(BaseModel):
 
 
 class ConversationChange(BaseModel):
-    """What replaces a conversation's metadata."""
+    """What replaces a conversation's metadata; null clears it."""
 
-    metadata: _Metadata | None = None
+    metadata: _Metadata | None
 
 
 class ConversationItems(BaseModel):

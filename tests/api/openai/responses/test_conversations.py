@@ -210,6 +210,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("", {"metadata": {str(index): "" for index in range(17)}}, 400, "metadata"),
     ("/conv_x/items", {"items": []}, 404, None),
     ("/conv_x", {"metadata": {}}, 404, None),
+    ("/conv_x", {}, 400, "metadata"),
 ]
 
 
