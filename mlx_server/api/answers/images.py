@@ -65,11 +65,14 @@ _WITH_IPV4 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:
 
 class RequestImages:
     """The images of one request that were prepared, or could not be read, by source; and the time in seconds that is
-    left for fetching. It runs only while an image is fetched, not while one waits for a slot."""
+    left for fetching. It runs only while an image is fetched, not while one waits for a slot. If the request `may_cut`,
+    an unreadable image is no error until the chat with it is used: `error` is that of the chat prepared last."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_cut: bool = False) -> None:
         self.by_source: dict[str, PreparedImage | UnreadableImageError] = {}
         self.left_s = ALL_FETCHES_S
+        self.may_cut = may_cut
+        self.error: InvalidRequestError | None = None
 
     @contextlib.asynccontextmanager
     async def fetching(self) -> AsyncIterator[None]:
@@ -117,9 +120,13 @@ class ImageLoader:
                 known.by_source[part.source] = await self._prepared(model, part.source, requester, known)
             image = known.by_source[part.source]
             if isinstance(image, UnreadableImageError):
-                if part.is_noted:
-                    continue
-                raise InvalidRequestError(f"{part.where} is an image that {image}.", part.where) from image
+                if not part.is_noted:
+                    known.error = known.error or InvalidRequestError(
+                        f"{part.where} is an image that {image}.", part.where
+                    )
+                    if not known.may_cut:
+                        raise known.error from image
+                continue
             prepared[index] = image
             self._held.add(image, requester.key)
             num_tokens, num_bytes = num_tokens + image.num_tokens, num_bytes + image.num_bytes

@@ -499,6 +499,24 @@ async def test_a_chat_with_too_many_images_is_cut_like_one_that_is_too_long(
     assert "is image 5 of the request; the most is 4" in answer.text
 
 
+async def test_an_image_that_cannot_be_read_matters_only_where_it_is_not_left_out(seer: World):
+    shot = user([{"type": "input_image", "image_url": CAT_URL}])
+    broken = user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}])
+    old = [*user("Old " + "word " * 50), {"role": "assistant", "content": "Yes"}]
+    seer.engine.max_model_len = 200
+
+    async def ask(*items: Any) -> tuple[int, str | None]:
+        answer = await seer.http.post("/v1/responses", json={"input": items, "truncation": "auto"})
+        return answer.status_code, answer.json()["error"]["param"] if answer.is_error else None
+
+    assert await ask(*broken, *old * 3, *shot) == (200, None)
+    assert len(seen(seer)) == 1
+    assert "Old" in prompt_of(seer)
+    assert UNREADABLE_NOTE not in prompt_of(seer)
+    assert await ask(*broken, *shot) == (400, "input[0].content[0]"), "the chat fits, so nothing is left out"
+    assert await ask(*old * 4, *broken, *shot) == (400, "input[8].content[0]"), "it stays"
+
+
 async def test_an_image_is_fetched_once_however_often_its_chat_is_cut(
     seer: World, gallery: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -60,11 +60,19 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class _Made(Generic[T]):
-    """What was made of a chat, and its tokens; or the error if it is far too long."""
+    """What was made of a chat, and its tokens. The `error` is that it is far too long, or why it cannot be used: an
+    image in it cannot be read."""
 
     value: T | None
     num_tokens: int
     error: InvalidRequestError | None = None
+
+    def take(self) -> T:
+        """The value. Raises the error."""
+        if self.error is not None:
+            raise self.error
+        assert self.value is not None
+        return self.value
 
 
 async def within_context(
@@ -77,9 +85,9 @@ async def within_context(
     """What `make` makes of the chat. With `truncation: "auto"`, it is without its oldest items if it is too long for
     the context that the caller may use; then an eighth of the context is free for the answer, or `max_output_tokens` if
     they are less. Raises what `make` raises, and `ContextLengthError` if what must stay is too long."""
-    images = RequestImages()
     if body.truncation != "auto":
-        return await make(reading.call, images)
+        return await make(reading.call, RequestImages())
+    images = RequestImages(may_cut=True)
     limit = min(exchange.engine.max_model_len, exchange.caller.tier.max_context_tokens or sys.maxsize)
     room = limit - min(body.output_limit or limit, max(1, limit // 8))
     chat: _Chat | None = None
@@ -90,15 +98,16 @@ async def within_context(
             chat = chat or _Chat.of(reading.parse(parts))
             return reading.write(chat.parsed, parts, chat.cuts[place])
 
+        images.error = None
         try:
             value = await make(read, images)
         except (ContextLengthError, TooManyImagesError) as error:
             return _Made(None, sys.maxsize, error)
-        return _Made(value, num_tokens(value))
+        return _Made(value, num_tokens(value), images.error)
 
     made = await attempt(0)
     if made.value is not None and made.num_tokens < limit:
-        return made.value
+        return made.take()
     assert chat is not None
     low, high = 1, len(chat.cuts) - 1
     place, last, best = 0, high, None
@@ -112,11 +121,11 @@ async def within_context(
         if made.value is None or made.num_tokens > (room if place < last else limit - 1):
             low = place + 1
         elif 2 * made.num_tokens < room:
-            high, best = place - 1, made.value
+            high, best = place - 1, made
         else:
-            return made.value
+            return made.take()
     if best is not None:
-        return best
+        return best.take()
     raise made.error if isinstance(made.error, TooManyImagesError) else _too_long(made.num_tokens, limit, exchange)
 
 
