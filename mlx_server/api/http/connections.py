@@ -309,6 +309,18 @@ class _ChunkWriter:
         return not self._flow.write_paused
 
 
+def _with_writer(app: ASGIApp, transport: asyncio.Transport, flow: FlowControl) -> ASGIApp:
+    """Returns `app` with a `PIECE_WRITER` for its requests, for HTTP/1.1 only: other versions have no chunked
+    bodies."""
+
+    async def app_with_writer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["http_version"] == "1.1":
+            scope["state"][PIECE_WRITER] = _ChunkWriter(transport, flow)
+        await app(scope, receive, send)
+
+    return app_with_writer
+
+
 class BoundedProtocol(H11Protocol):
     """uvicorn's protocol for one connection, with limits for the client. It tells `gate` when the connection is silent
     or busy. It closes the connection if the rest of a request (or the first request) is late, or if the client has not
@@ -334,7 +346,7 @@ class BoundedProtocol(H11Protocol):
         self.gate.hand_over(transport.get_extra_info("socket").fileno())
         if self.gate.enter(self):
             self.app = self.gate.guarded(self.app)
-        self.app = self._with_writer(self.app)
+        self.app = _with_writer(self.app, transport, self.flow)
         self._waiting_since_s = self.loop.time()
         if self.timeout_s:
             self._look_later()
@@ -344,6 +356,7 @@ class BoundedProtocol(H11Protocol):
             self._timer.cancel()
         self.gate.leave(self)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn's, which a reset leaves: it would hold all this for its time
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
@@ -367,6 +380,8 @@ class BoundedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_turn()
+        if self.conn.our_state is self.conn.their_state is h11.IDLE:  # a connection may stay open without a request
+            self.scope = self.headers = self.cycle = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -386,17 +401,6 @@ class BoundedProtocol(H11Protocol):
             cycle, num_unsent = self.cycle, self.transport.get_write_buffer_size()
             is_sending = num_unsent > 0 or (cycle.response_started and not cycle.response_complete)
             (self.transport.close if is_sending else self.abort)()  # over TLS, `close` waits for the client
-
-    def _with_writer(self, app: ASGIApp) -> ASGIApp:
-        """Returns `app` with a `PIECE_WRITER` for its requests, for HTTP/1.1 only: other versions have no chunked
-        bodies."""
-
-        async def app_with_writer(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["http_version"] == "1.1":
-                scope["state"][PIECE_WRITER] = _ChunkWriter(self.transport, self.flow)
-            await app(scope, receive, send)
-
-        return app_with_writer
 
     def _note_turn(self) -> None:
         state = self.conn.their_state

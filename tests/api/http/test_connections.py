@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import itertools
 import logging
 import os
 import socket
+import struct
 import sys
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from mlx_server.api.http.connections import ConnectionGate, GuardedListener, room_for_connections
+from mlx_server.api.http.connections import BoundedProtocol, ConnectionGate, GuardedListener, room_for_connections
 from mlx_server.api.server import uvicorn_config
 from mlx_server.config import ServerConfig
 from tests.api.worlds import World, running, until
@@ -147,6 +150,53 @@ class Dummy:
 
     def abort(self) -> None:
         self.is_aborted = True
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Held:
+    """What a request holds."""
+
+
+@pytest.mark.usefixtures("uncollected")
+async def test_an_open_connection_holds_nothing_of_its_last_request(small: Small):
+    held: list[weakref.ref[Held]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["held"] = Held()
+        held.append(weakref.ref(scope["state"]["held"]))
+        await small(scope, receive, send)
+
+    async with running(app) as url:
+        small.address = "127.0.0.1", int(url.rpartition(":")[2])
+        (peer,) = await small.connect()
+        for num in (1, 2):
+            assert b" 200 " in await peer.get("/")
+            await until(lambda: held[-1]() is None)
+            assert len(held) == num
+        peer.writer.close()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_closed_connection_leaves_nothing_to_collect(small: Small, is_reset: bool):
+    """Collections over what thousands leave would stall streams."""
+    (peer,) = await small.connect()
+    assert b" 200 " in await peer.get("/")
+    address = peer.writer.get_extra_info("sockname")
+    protocols = [each for each in gc.get_objects() if isinstance(each, BoundedProtocol) and each.client == address]
+    left = weakref.ref(protocols.pop())
+    if is_reset:
+        no_linger = struct.pack("ii", 1, 0)
+        peer.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+    peer.writer.close()
+    await until(lambda: left() is None)
 
 
 async def test_nobody_holds_more_than_the_extra_connections():
