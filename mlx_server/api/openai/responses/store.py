@@ -274,15 +274,15 @@ for _, record in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
   for _, id in ipairs(ids) do
     if wanted[id] then has_some = true end
   end
-  local index = -3
-  for line in string.gmatch(has_some and redis.call('HGET', KEYS[1], record) or '', '[^\\n]+') do
-    index = index + 1
-    local id = ids[index]
+  local body, from = has_some and redis.call('HGET', KEYS[1], record) or '', 1
+  for index = -2, has_some and #ids or -3 do
+    local to, id = string.find(body, '\\n', from, true) or #body + 1, ids[index]
     if wanted[id] then
-      found[#found + 1], found[#found + 2] = id, line
-      wanted[id], num_wanted, num_bytes = nil, num_wanted - 1, num_bytes + #line
+      found[#found + 1], found[#found + 2] = id, string.sub(body, from, to - 1)
+      wanted[id], num_wanted, num_bytes = nil, num_wanted - 1, num_bytes + to - from
       if num_wanted == 0 then return found end
     end
+    from = to + 1
   end
 end
 return found
