@@ -356,7 +356,8 @@ class BoundedProtocol(H11Protocol):
             self._timer.cancel()
         self.gate.leave(self)
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn's, which a reset leaves: it would hold all this for its time
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()  # uvicorn does not after a reset, and it would hold all this
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
