@@ -216,7 +216,7 @@ def _servers(args: argparse.Namespace) -> list[Server]:
     made += [Server(name=name, url=_url(name, url)) for name, url in (_named("--url", text) for text in args.url)]
     names = [server.name for server in made]
     if len(made) < 2:
-        raise ConfigError(f"{len(made)} server to compare; name at least two with --server or --url.")
+        raise ConfigError(f"Servers to compare: {len(made)}; name at least two with --server or --url.")
     if len(set(names)) < len(names):
         raise ConfigError("Two servers have the same name; give each its own.")
     for server in made:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from mlx_server.bench.arguments import at_least_0
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
 from mlx_server.config import DEFAULT_MODEL, load_config
 from mlx_server.environment import expanded
@@ -163,7 +164,8 @@ def run_load(args: argparse.Namespace) -> int:
 def add_unload(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--adapter", metavar="NAME", help="unload this adapter of the model, and not the model")
-    parser.add_argument("--drain-timeout-s", type=float, help="longest wait for open requests; default: the server's")
+    about = "longest wait for open requests; default: the server's"
+    parser.add_argument("--drain-timeout-s", type=at_least_0, help=about)
 
 
 def run_unload(args: argparse.Namespace) -> int:

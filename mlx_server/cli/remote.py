@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from mlx_server.bench.arguments import server_url
 from mlx_server.clients import NO_PROXY, EventSplitter
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ServeError
@@ -29,22 +30,25 @@ class RemoteError(ServeError):
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--url`. The key comes only from the environment, since every user of a machine can read command lines."""
     defaults = ServerConfig()
-    url = os.environ.get(URL_VARIABLE, f"http://{defaults.host}:{defaults.port}")
+    url = os.environ.get(URL_VARIABLE) or f"http://{defaults.host}:{defaults.port}"
     parser.add_argument(
         "--url", default=url, help=f"the server; default: {url}, or {URL_VARIABLE}. {KEY_VARIABLE} is its key"
     )
 
 
 class RemoteServer:
-    """A server, at an address with or without `http://`. Every method raises `RemoteError`, and the constructor if a
-    variable of the environment cannot be used.
+    """A server, at an address with or without `http://`. Every method raises `RemoteError`, and the constructor if the
+    address is none, or a variable of the environment cannot be used.
 
     `read` returns what a command needs of the JSON of an answer or event. It raises what Python does if that is not
     there, which means that this is no mlx-serve server.
     """
 
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        try:
+            self.url = server_url(url if "://" in url else f"http://{url}")
+        except argparse.ArgumentTypeError as error:
+            raise RemoteError(f"{error}.") from error
         key = os.environ.get(KEY_VARIABLE, "")
         if not (key.isascii() and key.isprintable()):
             raise RemoteError(f"{KEY_VARIABLE} is not a key: it has characters other than printable ASCII.")

@@ -266,8 +266,8 @@ def test_each_server_is_asked_for_the_model_under_its_own_name(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "0 server to compare"),
-        (["--server", "a=x {port}"], "1 server to compare"),
+        ([], "Servers to compare: 0; name at least two"),
+        (["--server", "a=x {port}"], "Servers to compare: 1; name at least two"),
         (["--server", "a=x {port}", "--url", "a=http://h"], "the same name"),
         (["--server", "a=x", "--url", "b=http://h"], "has no {port}"),
         (["--server", "a=x {port} {model}", "--url", "b=http://h"], "name it with --model"),

@@ -215,9 +215,23 @@ def test_no_server_is_one_line_that_says_what_to_do(monkeypatch, capsys) -> None
     assert "No server answers at http://127.0.0.1:9; start one with `mlx-serve serve`" in capsys.readouterr().err
 
 
-def test_a_nonsensical_address_is_an_error_too() -> None:
-    with pytest.raises(RemoteError, match=r"ftp://host did not answer: .*[^.]\.$"):
-        RemoteServer("ftp://host").request("GET", "/version")
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "", "host:port", "http://[::1"])
+def test_a_nonsensical_address_is_an_error_too(url) -> None:
+    with pytest.raises(RemoteError, match=r"is not a URL; write one like http://127\.0\.0\.1:8000\.$"):
+        RemoteServer(url)
+
+
+def test_an_empty_variable_names_no_server(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MLX_SERVE_URL", "")
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    assert "the server; default: http://127.0.0.1:8000, or MLX_SERVE_URL" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("timeout_s", ["nan", "-1", "soon"])
+def test_a_wrong_time_is_refused_before_a_server_is_asked(timeout_s, capsys) -> None:
+    assert main(["models", "unload", "a", "--drain-timeout-s", timeout_s]) == 2
+    assert f"--drain-timeout-s: {timeout_s} is not a finite number of at least 0" in capsys.readouterr().err
 
 
 def test_an_address_needs_no_scheme(server, monkeypatch) -> None:

@@ -101,7 +101,8 @@ class MemoryBudget:
             f"be used: the limit is {_mib(self.limit_bytes)}, held are {_mib(self.held_bytes)}"
             f"{f' ({holders})' if holders else ''}; {_mib(reading.available_bytes)} are available on the system, "
             f"of which {_mib(self.reserve_bytes)} stay in reserve. Unload a model, take a smaller or quantised one, "
-            "lower --max-num-batched-tokens, close other programs, or raise --memory-limit."
+            "lower --max-num-batched-tokens, --num-kv-blocks or --memory-reserve, close other programs, or raise "
+            "--memory-limit."
         )
 
 
