@@ -161,7 +161,8 @@ class ToolCallExtractor:
             return rest
         end = self._body.find(self._parser.end, searched) if self._parser.end else -1
         if self._parameters is not None:
-            rest = self._read_parameters(self._parameters, self._body if end < 0 else self._body[:end])
+            body = self._body if end < 0 else self._body[:end]
+            rest = self._read_parameters(self._parameters, body, is_complete=end >= 0)
             if rest is not None:
                 return rest
         if end < 0:
@@ -198,11 +199,11 @@ class ToolCallExtractor:
         parameter = self._format.read_parameter
         return None if parameter is None else TaggedCallReader(self._format, parameter, self._types, self._parser.end)
 
-    def _read_parameters(self, reader: TaggedCallReader, body: str) -> str | None:
+    def _read_parameters(self, reader: TaggedCallReader, body: str, *, is_complete: bool) -> str | None:
         """Streams the call in `body`, the region so far. Returns the text after the call once it is complete; and after
         the last one, the text that cannot be of the region."""
         was_begun = reader.name is not None
-        fragment = reader.follow(body)
+        fragment = reader.follow(body, is_complete=is_complete)
         if not was_begun and reader.name is not None:
             self._begin(_Call(None, reader.name, ""))
         after = reader.end_in(body) if self._format.after else None
@@ -266,12 +267,15 @@ class ToolCallExtractor:
     def _close_parameters(self, reader: TaggedCallReader, body: str, *, may_call: bool, is_complete: bool) -> None:
         """Ends the streamed call; mlx-lm's parser reads what is not written as the format says. A call that was cut off
         stays as it is."""
-        calls = self._parse(body) if may_call and reader.end_in(body) != len(body) else []
-        if calls or is_complete:
-            fragment = reader.finish(json.loads(calls[0].arguments) if calls else {})
-            self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+        fragment = reader.follow(body, is_complete=True)
+        end = reader.end_in(body)
+        calls = self._parse(body) if may_call and end != len(body) else []
+        if calls or is_complete or (self._format.after and end is not None):
+            fragment += reader.finish(json.loads(calls[0].arguments) if calls else {})
         else:
             self.cut_call = self._num_calls - 1
+        if fragment:
+            self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
         for call in calls[1:]:
             self._begin(call)
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache, reduce
 from typing import Any
 
 from mlx_server.engine.tools.formats import Parameter, ToolFormat
@@ -28,12 +29,13 @@ class TaggedCallReader:
         not_after = f"(?!{_pattern(form.after)})" if form.after else ""
         self._opening = re.compile(not_after + _pattern(parameter.before))
         self._after = re.compile(_pattern(form.after))
+        self._after_tag = form.after.strip()
         self._parameter = parameter
         self._has_line_breaks = parameter.before.endswith("\n")
         self._end_marker = end_marker
         self._all_types = types
         self._at = 0
-        self._searched = 0  # there is no closing before this position
+        self._searched = 0  # what ends the argument does not begin before this position
         self._depth = 0  # how many tags are open there inside the argument
         self._key: str | None = None  # of the argument that begins at `_at`; None between arguments
         self._types = ValueTypes(ALL_KINDS)  # of this argument's value
@@ -46,9 +48,10 @@ class TaggedCallReader:
         after = None if self.name is None or self._key is not None else self._after.match(body, self._at)
         return None if after is None else after.end()
 
-    def follow(self, body: str) -> str:
-        """Takes the region's text so far, and returns the JSON text that was not returned before."""
-        return "".join(self._pieces(body))
+    def follow(self, body: str, *, is_complete: bool = False) -> str:
+        """Takes the region's text so far, or all that comes of it, and returns the JSON text that was not returned
+        before."""
+        return "".join(self._pieces(body, is_complete=is_complete))
 
     def finish(self, arguments: Mapping[str, Any]) -> str:
         """Returns the remaining JSON text at the end of the region. `arguments` are those that are known of the
@@ -57,7 +60,7 @@ class TaggedCallReader:
         pieces += [self._argument(key, value) for key, value in arguments.items() if key not in self._written]
         return "".join([*pieces, "}" if self._written else "{}"])
 
-    def _pieces(self, body: str) -> Iterator[str]:
+    def _pieces(self, body: str, *, is_complete: bool) -> Iterator[str]:
         if self.name is None:
             head = self._head.match(body)
             if head is None:
@@ -70,24 +73,32 @@ class TaggedCallReader:
                     return
                 self._key, self._at = opening["key"], opening.end()
                 self._types = self._types_of(self.name, self._key, opening.groupdict().get("is_text"))
-            closing = self._closing(self._key, body)
-            end, after = self._find_end(body, closing)
+            end, after = self._find_end(self._key, body, is_complete=is_complete)
             if self._types.kinds == TEXT and not self._parameter.has_cdata:
-                yield from self._text(self._key, body, closing, end)
+                yield from self._text(self._key, body, end)
             if end < 0:
                 return
             yield self._close(self._key, body, end)
             self._key, self._shown, self._at = None, None, after
 
-    def _find_end(self, body: str, closing: str) -> tuple[int, int]:
+    def _find_end(self, key: str, body: str, *, is_complete: bool) -> tuple[int, int]:
         """Where the argument ends, and what follows begins; negative if it has not ended."""
         self._searched = max(self._at, self._searched)
-        if not self._parameter.namespace or self._types.kinds == TEXT:
-            end = body.find(closing, self._searched)
-            if end < 0:
-                self._searched = max(self._searched, len(body) - len(closing) + 1)
-            return end, end + len(closing)
-        namespace = self._parameter.namespace
+        if self._parameter.namespace and self._types.kinds != TEXT:
+            return self._find_outer_end(self._parameter.namespace, body)
+        ends = _ends(self._parameter, self._closing(key, body), self._after_tag, self._end_marker)
+        for found in ends.find(body, self._searched, is_complete=is_complete):
+            if found["key"] is None or self._is_missing(found["key"]):
+                return found.span()
+        self._searched = ends.certain(body, self._searched, is_complete=is_complete)
+        return -1, -1
+
+    def _is_missing(self, key: str) -> bool:
+        """Whether the function has this argument, and the call has it not yet."""
+        return key not in (self._key, *self._written) and key in self._all_types.keys(self.name or "")
+
+    def _find_outer_end(self, namespace: str, body: str) -> tuple[int, int]:
+        """The same for an argument with tags inside."""
         for tag in tag_of(namespace).finditer(body, self._searched):
             self._searched = tag.end()
             if tag[1] and self._depth == 0:
@@ -108,11 +119,10 @@ class TaggedCallReader:
         is_section = self._parameter.has_cdata and _CDATA.match(body, self._at) is not None
         return f"]]>{closing}" if is_section else closing
 
-    def _text(self, key: str, body: str, closing: str, end: int) -> Iterator[str]:
+    def _text(self, key: str, body: str, end: int) -> Iterator[str]:
         """Writes the certain part of a text. It ends at `end`; if that is negative, the end is unknown: what ends it
         may have begun."""
-        unknown = max(_overlap(body, marker) for marker in (closing, self._end_marker) if marker)
-        stop = len(body) - unknown if end < 0 else end
+        stop = self._searched if end < 0 else end
         if self._shown is None:
             if stop == self._at and end < 0:
                 return  # a line break may follow, which is not of the text
@@ -148,6 +158,48 @@ class TaggedCallReader:
         return f"{separator}{json.dumps(key, ensure_ascii=False)}: "
 
 
+class _Ends:
+    """What ends an argument: its `closing` tag, if another argument, the end of the call (`after`) or that of the
+    region follows; else the tag is data. Models forget the tag, so the end of call and region, and a line that opens
+    another argument, may end it, too."""
+
+    def __init__(self, parameter: Parameter, closing: str, after: str, end_marker: str) -> None:
+        begin = parameter.before.partition("{")[0]
+        self._tags = [tag for tag in (closing, after) if tag]
+        self._markers = [*self._tags, *filter(None, (begin, end_marker))]
+        has_line_breaks = parameter.before.endswith("\n")
+        self._num_breaks = int(not has_line_breaks)  # before a tag that ends an argument without its own
+        line = r"(?<=\n)" if has_line_breaks else r"\n"
+        opening = _NOTHING if parameter.has_cdata else line + f"(?={_pattern(parameter.before).removeprefix(_SPACES)})"
+        self._begun_opening = re.compile(rf"{line}{re.escape(begin)}[^<>\n]{{0,256}}\Z")
+        close, over = re.escape(closing), "|".join(map(_beginning, (begin, after, end_marker)))
+        usual = rf"{close}(?=\s*(?:{'|'.join(re.escape(tag) for tag in (begin, after) if tag)}))|{opening}"
+        last = rf"{close}(?=\s*(?:{over})\Z)"
+        if after:
+            last += rf"|\n{{0,{self._num_breaks}}}(?={re.escape(after)}\s*(?:{over})\Z)"
+        self._usual, self._last = re.compile(usual), re.compile(f"{usual}|{last}")
+
+    def find(self, body: str, start: int, *, is_complete: bool) -> Iterator[re.Match[str]]:
+        """The ends from `start` on; `key` is that of an argument that is opened there. A span is what is between the
+        text and what follows."""
+        return (self._last if is_complete else self._usual).finditer(body, start)
+
+    def certain(self, body: str, start: int, *, is_complete: bool) -> int:
+        """Before which position, at least `start`, no end can begin that is not complete yet. What the region's end has
+        cut off is no text, either."""
+        opening = None if is_complete else self._begun_opening.search(body, start)
+        cut = len(body) - (0 if is_complete else max(_overlap(body, marker) for marker in self._markers))
+        cut = cut if opening is None else opening.start()
+        before = body[start:cut].rstrip()
+        begun = max(_overlap(before, tag) for tag in self._tags)
+        cut = start + len(before) - begun if begun else cut
+        return max(start, cut - (self._num_breaks and body.endswith("\n", start, cut)))
+
+
+_ends = lru_cache(maxsize=64)(_Ends)
+
+_NOTHING = r"(?!)(?P<key>)"
+_SPACES = r"\s*"
 _CDATA = re.compile(r"\s*<!\[CDATA\[")
 
 
@@ -162,9 +214,14 @@ def _pattern(template: str) -> str:
     return re.sub(r"\\{(\w+)\\}", lambda field: f"(?P<{field[1]}>{_FIELDS[field[1]]})", pattern)
 
 
+def _beginning(text: str) -> str:
+    """A regex for any beginning of `text`, but not for all of it."""
+    return reduce(lambda rest, letter: rf"(?:{re.escape(letter)}{rest})?", reversed(text[:-1]), "")
+
+
 def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` are the beginning of `marker`."""
-    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    """How many characters at the end of `text` are the beginning of `marker`, or all of it."""
+    start = text.find(marker[0], max(0, len(text) - len(marker)))
     while start >= 0 and not marker.startswith(text[start:]):
         start = text.find(marker[0], start + 1)
     return len(text) - start if start >= 0 else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -159,6 +159,13 @@ class ParameterTypes:
         """An argument's schema (None if it is not declared), and what finds its types. Raises `RecursionError`."""
         schemas, resolver = self._function(function)
         return schemas.get(key), resolver
+
+    def keys(self, function: str) -> Container[str]:
+        """The names of the function's arguments; none if the schema is nested too deeply."""
+        try:
+            return self._function(function)[0]
+        except RecursionError:
+            return ()
 
     def _function(self, name: str) -> tuple[Mapping[str, Any], TypeResolver]:
         if name not in self._functions:

@@ -15,6 +15,7 @@ from text_worlds import make_tokenizer
 from tool_worlds import parser_named
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.tools.formats import FORMATS
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.engine.tools.values import TypeResolver
@@ -273,6 +274,33 @@ def test_the_types_of_an_argument_are_found_once(monkeypatch: pytest.MonkeyPatch
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "mimo_v2", "minimax_m2", "muse_spark", "glm47", "hy3"])
+@pytest.mark.parametrize("value", ["a {} b", "\n{}\n\nb", "{}, {}", "</r>{} </r>"])
+def test_a_text_may_have_what_ends_an_argument(name: str, value: str) -> None:
+    """Agents write files about tool calls, and XML with the same tags."""
+    parameter = FORMATS[name].parameter
+    assert parameter is not None
+    value = value.replace("{}", parameter.end("text").strip())
+    text = WRITERS[name](("text", value), ("size", "3"), ("maybe", value))
+    expected = [("write", {"text": value, "size": 3, "maybe": value})]
+    assert read(name, text) == read(name, [text]) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "mimo_v2", "minimax_m2", "muse_spark"])
+@pytest.mark.parametrize("is_region_closed", [True, False])
+def test_a_forgotten_end_of_an_argument_is_not_of_its_text(name: str, is_region_closed: bool) -> None:
+    """Long contexts make models forget them, and the text may be a command."""
+    form = FORMATS[name]
+    assert form.parameter is not None
+    text = WRITERS[name](("text", "ls\n"), ("maybe", "one\ntwo"))
+    text = text.replace(form.parameter.end("").strip(), "")
+    text = text.replace("ls\n\n\n", "ls\n\n").replace("two\n\n", "two\n")  # the tags had a line of their own
+    if not is_region_closed and form.fails_when_cut:
+        text = text.removesuffix(parser_named(name).end)
+    expected = [("write", {"text": "ls\n", "maybe": "one\ntwo"})]
+    assert read(name, text) == read(name, [text]) == expected
+
+
 def test_a_section_may_hold_what_ends_an_argument() -> None:
     text = minicpm(("text", "a</param>b"), ("size", "3"))
     assert read("minicpm5", text) == [("write", {"text": "a</param>b", "size": 3})]
@@ -298,6 +326,21 @@ def test_any_cut_gives_the_same(name: str, arguments: list[tuple[str, str]], wid
         pieces.append(text[at : at + width])
         at += width
     assert read(name, pieces) == read(name, [text])
+
+
+TAGS = ["</parameter>", "</function>", "<parameter=maybe>", "<parameter=text>", "</tool_call>", "</para", "\n", " "]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(TAGS), max_size=8), st.booleans())
+def test_any_cut_of_misplaced_tags_gives_the_same(tags: list[str], is_whole: bool) -> None:
+    text = qwen(("text", "".join(tags)), ("maybe", "b"))
+    pieces = list(text if is_whole else text[: -len("</function>\n</tool_call>")])
+    joined, alone = streamed("qwen3_coder", ["".join(pieces)]), streamed("qwen3_coder", pieces)
+    assert [(name, "".join(fragments)) for name, fragments in joined[1]] == [
+        (name, "".join(fragments)) for name, fragments in alone[1]
+    ]
+    assert joined[0] == alone[0]
 
 
 @pytest.mark.parametrize("name", STREAMED)
