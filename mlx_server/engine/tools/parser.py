@@ -284,10 +284,12 @@ class ToolCallExtractor:
         notation = self._format.notation
         if notation is not None and "None" not in notation.nulls:
             body = _with_json_words(body, notation)
-        with suppress(Exception):  # whatever a parser raises, the text is not a call
-            parsed = self._parser.parse(body, self._tools)
-            return [_as_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        return []
+        calls = _calls_in(body, self._parser, self._tools)
+        if calls or self._parser.name == JSON_TAGS.name:
+            return calls
+        # Models that were trained on JSON before their own format fall back to it.
+        calls = _calls_in(body, JSON_TAGS, self._tools)
+        return calls if all(call.name in self._names for call in calls) else []
 
     def _begin(self, call: _Call) -> None:
         call_id = call.id if call.id and call.id not in self._ids else self._new_id()  # models repeat ids
@@ -340,6 +342,13 @@ def _with_json_words(body: str, notation: Notation) -> str:
     if notation.member == "{key}:":
         parts[::2] = [_BARE_KEY.sub(r'"\1":', part) for part in parts[::2]]
     return notation.quote.join(parts)
+
+
+def _calls_in(body: str, parser: ToolParser, tools: Sequence[Tool]) -> list[_Call]:
+    with suppress(Exception):  # whatever a parser raises, the text is not a call
+        parsed = parser.parse(body, tools)
+        return [_as_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+    return []
 
 
 def _as_call(parsed: Any) -> _Call:
