@@ -134,6 +134,7 @@ class OutputParser:
         self._is_forced = is_forced
         self._follower = follower
         self._thoughts: list[str] = []
+        self._is_answered = False  # whether there is text after the reasoning
 
     @property
     def has_tool_calls(self) -> bool:
@@ -158,16 +159,17 @@ class OutputParser:
         if self._extractor is None:
             return Parts(text, reasoning)
         self._thoughts.append(reasoning)
+        self._is_answered = self._is_answered or bool(text.strip())
         return self._parts(reasoning, self._extractor.append(text))
 
     def finish(self, *, is_cut: bool = False) -> Parts:
         """Returns what was held back. Call it once, at the end. `is_cut`: something else than the model has ended the
-        output. If the model has, inside its reasoning, the calls in that count."""
-        is_unanswered = self.is_reasoning and not is_cut and isinstance(self._splitter, ReasoningSplitter)
+        output. If the model has, without an answer after its reasoning, the calls in that count."""
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
-        if is_unanswered:
+        is_answered = self._is_answered or bool(split.content.strip())
+        if isinstance(self._splitter, ReasoningSplitter) and not is_cut and not is_answered:
             thoughts = "".join((*self._thoughts, split.reasoning))
             return self._parts(split.reasoning, ToolOutput(self._extractor.calls_in(thoughts)))
         before = self._extractor.append(split.content)
