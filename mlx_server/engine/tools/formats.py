@@ -231,8 +231,10 @@ FORMATS = {
         after="}",
         names=None,
         max_calls=1,
-        head=re.compile(rf'(?:\s*\}}\s*[;,]?\s*\{{"name":)?\s*{_JSON_NAME}\s*,\s*"parameters"\s*:\s*(?=\{{)'),
-        tail=re.compile(r"\s*\}?\s*"),
+        head=re.compile(
+            rf'(?:\s*\}}\s*[;,]?\s*\{{"name":)?\s*{_JSON_NAME}\s*,\s*"(?:parameters|arguments)"\s*:\s*(?=\{{)'
+        ),
+        tail=re.compile(r'\s*(?:,\s*"type"\s*:\s*"function"\s*)?\}{0,2}\s*(?:```\s*)?'),
     ),
     "mistral": ToolFormat(
         before="{name}[ARGS]",
@@ -307,7 +309,8 @@ FORMATS = {
         number="<|tool_call_argument_begin|>",
         around=("", ""),
         head=re.compile(
-            r"\s*(?:<\|tool_call_end\|>\s*)?<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>.+?):\d+)\s*"
+            r"\s*(?:<\|tool_call_end\|>\s*)?<\|tool_call_begin\|>\s*"
+            r"(?P<id>(?:functions[._]?)?(?P<name>[^\s<]+?)[:_]?\d+)\s*"
             r"<\|tool_call_argument_begin\|>\s*(?=\{)"
         ),
         tail=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),

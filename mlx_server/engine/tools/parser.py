@@ -80,12 +80,14 @@ class ToolCallExtractor:
         self._tools = tools
         self._new_id = new_id or _random_id
         self._format = FORMATS.get(parser.name) or ToolFormat(before="")
+        notation = self._format.notation
+        self._has_own_quotes = notation is not None and not notation.is_escaped
         self._names = [tool["function"]["name"] for tool in tools]
         self._untagged = UntaggedCalls(self._names if parser.name == JSON_TAGS.name else (), parser.start, parser.end)
         self._types = ParameterTypes(tools)
         self._parameters: TaggedCallReader | None = None
         bare = [self._format.bare.format(name=name) for name in self._names] if self._format.bare else []
-        self._outside = StringScanner([parser.start, *bare])
+        self._outside = StringScanner([parser.start, *bare, *filter(None, [parser.end])])
         self._start = parser.start  # of the current region; empty if it is bare
         self._read = self._read_content
         self._body = ""
@@ -118,7 +120,7 @@ class ToolCallExtractor:
         held = self._untagged.finish()
         self._take_in("" if is_cut and '"name"' in held else held)
         while self._read == self._read_body:
-            is_forgiven = not self._parser.end or self._format.fails_when_cut
+            is_forgiven = not self._parser.end or self._format.fails_when_cut or self._is_finished(self._body)
             is_within = self._num_streamed > 0 and bool(self._parser.end)
             is_dropped = is_cut and (is_within or self._may_begin_call(self._body))
             self._read = self._read_content
@@ -145,8 +147,11 @@ class ToolCallExtractor:
     def _read_content(self, text: str) -> str:
         scan = self._outside.scan(text)
         self._show(scan.text)
-        if scan.matched is not None:
-            marker = scan.matched
+        marker = scan.matched
+        if marker == self._parser.end:
+            if not (self.has_calls and self._blank is not None):  # some models end a call twice
+                self._show(marker)
+        elif marker is not None:
             self._start, self._body = (marker, "") if marker == self._parser.start else ("", marker)
             self._num_streamed = 0
             self._parameters = self._new_reader()
@@ -159,7 +164,7 @@ class ToolCallExtractor:
         rest = self._read_head()
         if rest is not None:
             return rest
-        end = self._body.find(self._parser.end, searched) if self._parser.end else -1
+        end = self._find_end(searched)
         if self._parameters is not None:
             body = self._body if end < 0 else self._body[:end]
             rest = self._read_parameters(self._parameters, body, is_complete=end >= 0)
@@ -170,6 +175,24 @@ class ToolCallExtractor:
         self._read = self._read_content
         after = end + len(self._parser.end)
         return self._close_region(self._body[:end], self._body[end:after]) + self._body[after:]
+
+    def _find_end(self, searched: int) -> int:
+        """Where the end marker is, but not within a quoted text; negative if it is not there."""
+        if not self._parser.end:
+            return -1
+        end = self._body.find(self._parser.end, searched)
+        while end >= 0 and self._is_quoted(self._body[:end]):
+            end = self._body.find(self._parser.end, end + 1)
+        return end
+
+    def _is_quoted(self, body: str) -> bool:
+        """Whether `body` ends inside a text, in a format with quotes of its own."""
+        notation = self._format.notation
+        return notation is not None and self._has_own_quotes and body.count(notation.quote) % 2 == 1
+
+    def _is_finished(self, body: str) -> bool:
+        """Whether only the end marker is missing, in a format with quotes of its own."""
+        return self._has_own_quotes and body.rstrip().endswith(self._format.after) and not self._is_quoted(body)
 
     def _read_arguments(self, text: str) -> str:
         fragment, rest = self._json.feed(text)
@@ -245,6 +268,8 @@ class ToolCallExtractor:
         if self._num_streamed and self._format.tail.fullmatch(first):
             return rest
         calls = self._parse(body) if may_call else []
+        if not calls and end and self._has_own_quotes:
+            calls = self._parse_incomplete(body)
         before = self._parse(first) if calls and rest else []
         if before and calls[: len(before)] == before:  # only their last marker is missing
             calls = before
@@ -290,6 +315,12 @@ class ToolCallExtractor:
         # Models that were trained on JSON before their own format fall back to it.
         calls = _calls_in(body, JSON_TAGS, self._tools)
         return calls if all(call.name in self._names for call in calls) else []
+
+    def _parse_incomplete(self, body: str) -> list[_Call]:
+        """The same for a call of a tool whose last brace or first word (`call:`) the model has forgotten."""
+        begin = self._format.before.partition("{")[0]
+        found = (self._parse(text) for text in (body + self._format.after, begin + body.lstrip(": \n")))
+        return next(([call for call in calls if call.name in self._names] for calls in found if calls), [])
 
     def _begin(self, call: _Call) -> None:
         call_id = call.id if call.id and call.id not in self._ids else self._new_id()  # models repeat ids

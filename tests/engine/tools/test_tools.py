@@ -227,6 +227,44 @@ def test_a_second_call_in_a_region_streams() -> None:
     assert [call.index for call in following.append('<parameter name="c">d</parameter>').calls] == [1]
 
 
+SLIPS = [
+    ("gemma4", 'call:get_weather{city:<|"|>Paris<|"|>', WEATHER),
+    ("gemma4", ':get_weather{city:<|"|>Paris<|"|>}', WEATHER),
+    ("gemma4", 'get_weather{city:<|"|>Paris<|"|>}', WEATHER),
+    ("gemma4", 'call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>', WEATHER),
+    ("gemma4", 'call:get_weather{city:<|"|><tool_call|> }<|"|>}', ("get_weather", {"city": "<tool_call|> }"})),
+    ("json_tools", f'{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>', WEATHER),
+    *[
+        ("kimi_k2", f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>", WEATHER)
+        for name in ("functions_get_weather_1", "functionsget_weather5")
+    ],
+    ("llama3_json", f'"get_weather", "arguments": {PARIS}}}', WEATHER),
+    ("llama3_json", f'"get_weather", "parameters": {PARIS}, "type": "function"}}', WEATHER),
+]
+"""What users of other servers report of these models: between the markers, and the call that is meant."""
+
+
+@pytest.mark.parametrize(("name", "body", "call"), SLIPS)
+def test_a_model_s_slips_lose_no_call(name: str, body: str, call: tuple[str, Any]) -> None:
+    parser = parser_named(name)
+    one = parser.start + body + parser.end
+    assert parsed(one, parser) == ("", [call])
+    if parser.end:
+        assert parsed(f"Now{one}and{one}", parser) == ("Nowand", [call, call])
+
+
+def test_a_finished_call_of_gemma_needs_no_last_marker() -> None:
+    parser = parser_named("gemma4")
+    body = 'call:get_weather{city:<|"|>Paris<|"|>}'
+    assert parsed(parser.start + body, parser) == ("", [WEATHER])
+    for length in range(len("call:get_weather{"), len(body)):
+        assert parsed(parser.start + body[:length], parser)[1] == []
+
+
+def test_an_end_marker_away_from_a_call_is_content() -> None:
+    assert parsed("A call ends with </tool_call>.", JSON_TAGS) == ("A call ends with </tool_call>.", [])
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "seed_oss", "minimax_m2"])
 def test_a_call_in_json_is_read_in_formats_of_tags(name: str) -> None:
     """Qwen 3.5 and others fall back to the format of earlier models."""
