@@ -8,6 +8,7 @@ stops at the first wrong entry, so that a million wrong entries do not make a mi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -46,15 +47,19 @@ MAX_ECHO_CHARS = 1024 * 1024
 _MAX_DEPTH = 200
 """Of the parser: how many lists and objects may be around a value."""
 
+_ESCAPE = re.compile(rb"(?is)\\(?:ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(?P<half>ud[89a-f][0-9a-f]{2})|.)")
+"""An escape in a string; both halves of a pair are one."""
+
 _SLICE_BYTES = 64 * 1024
 
 _SLICE_VALUES = 16 * 1024
 
 
 def parse_json(body: bytes) -> Any:
-    """Parses a body. Raises `InvalidRequestError` if it exceeds a limit, and `RequestValidationError` if it is not
-    JSON, or contains NaN, infinity (also as a number that is too large) or half of a surrogate pair, which cannot be
-    written again. Any thread."""
+    """Parses a body. Half of a surrogate pair, which agents leave where they cut a text within an emoji, is read as
+    U+FFFD, since the session that has it would be refused for ever. Raises `InvalidRequestError` if the body exceeds a
+    limit, and `RequestValidationError` if it is not JSON, or contains NaN or infinity (also as a number that is too
+    large). Any thread."""
     _check(body)
     try:
         parsed = from_json(body, allow_inf_nan=False, cache_strings="keys")
@@ -62,10 +67,16 @@ def parse_json(body: bytes) -> Any:
             raise ValueError("a number is too large: at most about 1.8e308 can be read")
         return parsed
     except ValueError as error:
+        if "hex escape" in str(error) and (whole := _ESCAPE.sub(_whole_character, body)) != body:
+            return parse_json(whole)
         if "recursion limit" in str(error):
             raise InvalidRequestError(f"The body is nested more than {_MAX_DEPTH} levels deep; flatten it.") from error
         problem = {"type": "json_invalid", "loc": ("body", 0), "msg": "JSON decode error", "input": {}}
         raise RequestValidationError([{**problem, "ctx": {"error": str(error)}}]) from error
+
+
+def _whole_character(escape: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if escape["half"] else escape[0]
 
 
 def _has_infinity(values: list[Any]) -> bool:

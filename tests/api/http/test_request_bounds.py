@@ -417,3 +417,21 @@ async def test_a_number_that_is_too_large_is_found_behind_many():
     assert request_bounds.parse_json(f"[{values}2.5]".encode())[-1] == 2.5
     with pytest.raises(RequestValidationError):
         request_bounds.parse_json(f"[{values}1e999]".encode())
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"a\ud83d", "a\ufffd"),
+        (r"\ud83d…\uD83D\uDE42", "\ufffd…\U0001f642"),
+        (r"\uDE42\ud83d\n", "\ufffd\ufffd\n"),
+        (r"\\ud83d\\\ud83d", "\\ud83d\\\ufffd"),
+    ],
+)
+async def test_half_an_emoji_ends_no_session(world: World, written: str, read: str):
+    """Agents cut tools' results by UTF-16 units, and send what they have kept at every turn."""
+    for body in (f'{{"messages": [{{"role": "user", "content": "{written}"}}]}}', f'{{"prompt": "{written}"}}'):
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        answer = await world.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        assert read in world.engine.tokenizer.decode(world.engine.requests[-1].prompt_token_ids)
