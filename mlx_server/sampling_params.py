@@ -116,7 +116,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             wanted = f"at most {self.max_tokens}, the most output tokens"  # each protocol has its own name for those
             _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, wanted)
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        _check(0.0 <= self.top_p <= 1.0, "top_p", self.top_p, "between 0 and 1")
         if self.allowed_token_ids is not None:
             _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a non-empty list")
         _check_size("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "tokens")
@@ -165,7 +165,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, without randomness."""
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:

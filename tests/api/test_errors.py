@@ -49,7 +49,7 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
         ({"messages": user("Hi"), "max_tokens": 0}, "max_tokens"),
         ({"messages": user("Hi"), "max_completion_tokens": -2}, "max_completion_tokens"),
         ({"messages": user("Hi"), "temperature": -1}, "temperature"),
-        ({"messages": user("Hi"), "top_p": 0}, "top_p"),
+        ({"messages": user("Hi"), "top_p": -0.1}, "top_p"),
         ({"messages": user("Hi"), "top_k": -2}, "top_k"),
         ({"messages": user("Hi"), "top_k": 2**70}, "top_k"),
         ({"messages": user("Hi"), "min_p": 2}, "min_p"),

@@ -47,9 +47,6 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _MAX_DURATION_CHARS = 64
 
-_MIN_TOP_P = 1e-6
-"""What 0 stands for: only the likeliest token."""
-
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """The penalties' neutral values."""
 
@@ -130,7 +127,7 @@ class Options(BaseModel):
             yield name, getattr(self, name)
         yield "repetition_penalty", self.repeat_penalty
         yield "top_k", None if self.top_k is None else max(self.top_k, 0)
-        yield "top_p", None if self.top_p is None else min(max(self.top_p, _MIN_TOP_P), 1.0)
+        yield "top_p", None if self.top_p is None else min(self.top_p, 1.0)
         yield "seed", None if self.seed == -1 else self.seed
         yield "stop", None if self.stop is None else tuple(self.stop)
         yield "max_tokens", self.num_predict if (self.num_predict or 0) > 0 else None

@@ -172,7 +172,7 @@ class GenerationFields(RequestFields):
     n: Int | None = Field(None, ge=1, le=MAX_SAMPLES)
 
     temperature: Number | None = Field(None, ge=0, le=100)
-    top_p: Number | None = Field(None, gt=0, le=1)
+    top_p: Number | None = Field(None, ge=0, le=1)
     top_k: Int | None = Field(None, ge=-1, le=MAX_TOP_K)
     min_p: Number | None = Field(None, ge=0, le=1)
     repetition_penalty: Penalty | None = None
