@@ -5,6 +5,8 @@ The sampling fields of chat completions (`min_p`, `seed`, `cache_salt` ...) work
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +35,8 @@ from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import string_in
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
 
 _TEXT_PART = members("type", "text", type={"enum": ["input_text", "output_text"]}, text=STRING)
 _IMAGE_PART = of_type("input_image", image_url=either(IMAGE_URL, members("url", url=IMAGE_URL)))
@@ -202,17 +206,36 @@ class ResponsesRequest(OneAnswerOfText):
         return replace(use, patterns=patterns, fields={tool.name: tool.schema_field for tool in tools})
 
     def client_tools(self) -> Iterator[ClientTool]:
-        """All tools; a namespace gives each of its tools. Raises `InvalidRequestError`."""
-        for index, tool in enumerate(self.tools or ()):
-            where = f"tools[{index}]"
-            if tool.get("type") != "namespace":
+        """All tools that the client runs; a namespace gives each of its tools. Those of OpenAI's servers are left out
+        beside others: agents offer them in every request, and do without. Raises `InvalidRequestError`."""
+        given = self.tools or ()
+        has_own = any(tool.get("type") in ("function", "custom", "namespace") for tool in given)
+        for index, tool in enumerate(given):
+            where, kind = f"tools[{index}]", str(tool.get("type"))
+            hosted = next(filter(kind.startswith, _HOSTED), None)
+            if has_own and hosted is not None:
+                _note_left_out(hosted)
+            elif kind != "namespace":
                 yield ClientTool.of(tool, "", where)
-                continue
-            namespace, inner = string_in(tool, "name", where), tool.get("tools")
-            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
-                raise InvalidRequestError(f"{where}.tools must be a list of functions.", f"{where}.tools")
-            for number, each in enumerate(inner):
-                yield ClientTool.of(each, namespace, f"{where}.tools[{number}]")
+            else:
+                yield from _tools_of(tool, where)
+
+
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "tool_search")
+"""How the types of tools begin that run on OpenAI's servers, or find others there."""
+
+
+@functools.cache
+def _note_left_out(kind: str) -> None:
+    logger.warning("Requests offer the model tools of type %s, which do not run here; they are left out.", kind)
+
+
+def _tools_of(namespace: dict[str, Any], where: str) -> Iterator[ClientTool]:
+    name, inner = string_in(namespace, "name", where), namespace.get("tools")
+    if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+        raise InvalidRequestError(f"{where}.tools must be a list of functions.", f"{where}.tools")
+    for number, each in enumerate(inner):
+        yield ClientTool.of(each, name, f"{where}.tools[{number}]")
 
 
 @dataclass(frozen=True, slots=True)

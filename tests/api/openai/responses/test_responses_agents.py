@@ -109,6 +109,25 @@ async def test_what_is_wrong_in_a_namespace_is_named(world: World, tools: Any, p
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_tools_of_openai_s_servers_are_left_out_beside_others(world: World, caplog: pytest.LogCaptureFixture):
+    """Codex offers them in every request; alone they are refused."""
+    world.engine.max_model_len = 4000
+    hosted = [{"type": "web_search", "external_web_access": False}, {"type": "image_generation"}]
+    search = {"type": "tool_search", "execution": "client", "parameters": {}}
+    await create(world, tools=[function("f")])
+    body = await create(world, tools=[*hosted, function("f"), search])
+    assert [tool["type"] for tool in body["tools"]] == ["web_search", "image_generation", "function", "tool_search"]
+    alone, beside = world.engine.requests
+    assert beside.prompt_token_ids == alone.prompt_token_ids
+    assert "web_search" in caplog.text
+    for forced in (
+        {"tools": hosted},
+        {"tools": [*hosted, function("f")], "tool_choice": {"type": "web_search"}},
+        {"tools": [function("f"), {"type": "web"}]},
+    ):
+        assert (await post(world, **forced)).status_code == 400
+
+
 HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "Do it."},
     {"type": "reasoning", "summary": [], "encrypted_content": "???"},
