@@ -8,7 +8,6 @@ message; one in a user's own message is refused. Blocks that only the server tha
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,13 @@ from pydantic import BaseModel, WithJsonSchema
 from mlx_server.api.answers.chat_plan import Turns
 from mlx_server.api.http.request_bounds import FIRST_ERROR
 from mlx_server.api.openai.document import IMAGE_URL, STRING, either, list_of, of_type
-from mlx_server.engine.text.messages import UnseenPartError, media_note, string_in, unreadable_part
+from mlx_server.engine.text.messages import (
+    UnseenPartError,
+    media_note,
+    string_in,
+    unreadable_part,
+    without_volatile,
+)
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
@@ -37,13 +42,6 @@ _BLOCK = either(
 Block = dict[str, Any]
 TextBlock = Annotated[Block, WithJsonSchema(_TEXT_BLOCK)]
 Content = str | Annotated[list[Annotated[Block, WithJsonSchema(_BLOCK)]], FIRST_ERROR]
-
-_VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
-"""A line that some agents write at the head of the system prompt. It changes with every request, so with it no prefix
-would be found in the cache."""
-
-_HEAD_CHARS = 16_384
-"""Where that line is searched: a search of a long prompt would stop all other threads."""
 
 
 class MessageParam(BaseModel):
@@ -88,10 +86,9 @@ def _blocks(content: Content, where: str) -> _Blocks:
 
 def _read_system(turns: Turns, blocks: _Blocks) -> None:
     for where, block in blocks:
-        text = _text(block, where)
-        stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
-        if stable:
-            turns.instruct(stable)
+        text = without_volatile(_text(block, where))
+        if text:
+            turns.instruct(text)
 
 
 def _read_user(turns: Turns, blocks: _Blocks) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -54,6 +55,19 @@ def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
+_VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
+"""A line that Claude Code writes at the head of the system prompt, and proxies pass on in other protocols. It changes
+with every request, so with it no prefix would be found in the cache."""
+
+_HEAD_CHARS = 16_384
+"""Where that line is searched: a search of a long prompt would stop all other threads."""
+
+
+def without_volatile(instructions: str) -> str:
+    """Instructions without such lines."""
+    return _VOLATILE.sub("", instructions[:_HEAD_CHARS]) + instructions[_HEAD_CHARS:]
+
+
 def normalise_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns copies in which `content` is a string (text parts joined by line breaks, null becomes empty),
     `tool_calls` is present only if there are any, with arguments as objects instead of JSON text, and `reasoning` is
@@ -92,6 +106,8 @@ def _normalise(message: Any, where: str) -> dict[str, Any]:
         )
     by_agent = copy["role"] in ("tool", "assistant")
     copy["content"] = text_of(copy.get("content", ""), f"{where}.content", mixes_strings=True, notes_media=by_agent)
+    if copy["role"] in ("system", "developer"):
+        copy["content"] = without_volatile(copy["content"])
     reasoning = copy.pop("reasoning", None)
     if isinstance(reasoning, str):
         copy.setdefault("reasoning_content", reasoning)

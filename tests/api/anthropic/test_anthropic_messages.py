@@ -151,8 +151,12 @@ async def test_billing_headers_do_not_spoil_the_prefix(world: World):
         await post(world, system=[{"type": "text", "text": text} for text in blocks])
         prompts.append(world.engine.requests[-1].prompt_token_ids)
         world.engine.requests.clear()
+        proxied = [{"role": "system", "content": "\n".join(blocks)}, *user("Hi")]
+        await world.http.post("/v1/chat/completions", json={"messages": proxied})
+        prompts.append(world.engine.requests[-1].prompt_token_ids)
+        world.engine.requests.clear()
     await post(world, system="Be nice.\nBe brief.")
-    assert prompts == [world.engine.requests[0].prompt_token_ids] * 2
+    assert prompts == [world.engine.requests[0].prompt_token_ids] * 4
 
 
 async def test_other_mentions_of_the_header_stay(world: World):
