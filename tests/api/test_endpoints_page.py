@@ -43,6 +43,8 @@ TOKENIZING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "chat_template_kwargs": ({"mood": "glad"}, CHAT),
         "reasoning_effort": ("low", CHAT),
         "reasoning": ({"effort": "low"}, CHAT),
+        "enable_thinking": (False, CHAT),
+        "thinking": ({"type": "disabled"}, CHAT),
         "documents": ([{"text": "x"}], CHAT),
     },
     "/detokenize": {"model": ("nobody", {"tokens": [5]}), "tokens": ([6], {"tokens": [5]})},

@@ -150,6 +150,12 @@ class ReasoningOptions(BaseModel):
     exclude: Bool | None = None
 
 
+class ThinkingSwitch(BaseModel):
+    """`thinking`, as the hosted services of DeepSeek, GLM and Kimi have it."""
+
+    type: str
+
+
 class _TextPart(BaseModel):
     """A part of a prediction; other members are ignored."""
 
@@ -174,6 +180,8 @@ class ChatFields(BaseModel):
     tools: Annotated[list[Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
     reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningOptions | None = None
+    enable_thinking: Bool | None = None
+    thinking: ThinkingSwitch | Bool | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -184,9 +192,15 @@ class ChatFields(BaseModel):
         kwargs = dict(self.chat_template_kwargs or {})
         if self.documents is not None:
             kwargs["documents"] = self.documents
-        reasoning = self.reasoning
-        if reasoning is not None and reasoning.enabled is not None:
-            kwargs.setdefault("enable_thinking", reasoning.enabled)
+        reasoning, thinking = self.reasoning, self.thinking
+        switches = (
+            self.enable_thinking,
+            thinking.type != "disabled" if isinstance(thinking, ThinkingSwitch) else thinking,
+            None if reasoning is None else reasoning.enabled,
+        )
+        for switch in switches:
+            if switch is not None:
+                kwargs.setdefault("enable_thinking", switch)
         return ChatOptions(
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),

@@ -89,6 +89,8 @@ HONOURED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel_tool_calls": (False, {"tools": [TOOL]}),
     "reasoning_effort": ("high", {}),
     "reasoning": ({"effort": "high"}, {}),
+    "enable_thinking": (False, {}),
+    "thinking": ({"type": "disabled"}, {}),
     "include_reasoning": (False, {}),
     "separate_reasoning": (False, {}),
     "thinking_token_budget": (5, {}),

@@ -98,6 +98,23 @@ async def test_a_compressed_body_gets_a_hint(world: World):
 
 
 @pytest.mark.parametrize(
+    ("switch", "is_on"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": False}, False),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+async def test_hosted_services_switches_are_that_of_the_template(rich_world: World, switch: Any, is_on: bool):
+    path, base = "/v1/chat/completions", {"messages": user("Hi")}
+    own = {**base, "chat_template_kwargs": {"enable_thinking": is_on}}
+    assert await ask(rich_world, path, {**base, **switch}) == await ask(rich_world, path, own)
+
+
+@pytest.mark.parametrize(
     ("reasoning", "same"),
     [
         ({"effort": "low"}, {"reasoning_effort": "low"}),
