@@ -15,6 +15,7 @@ _AFTER_NAME = (',"arguments":{', ',"parameters":{')
 _MAX_HEAD_CHARS = 512
 _SPACES = re.compile(r"\s+")
 _BRACKET = re.compile(r'["{}\[\]]')
+_ESCAPABLE = frozenset('"\\/bfnrtu')
 _IN_STRING = re.compile(r'["\x00-\x1f]|\\.?', re.DOTALL)
 
 
@@ -33,9 +34,14 @@ class JsonObjectCursor:
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Takes more text, which is not empty: its part of the object, and what follows the object's end, None before
-        that. Line breaks and other control characters in strings, which models forget to escape, come escaped."""
+        that. Line breaks, other control characters and backslashes in strings, which models forget to escape, come
+        escaped: a regex `\\d` is no escape of JSON."""
         pieces: list[str] = []
-        start, at, self._is_escaped = 0, int(self._is_escaped), False
+        start = at = 0
+        if self._is_escaped:
+            pieces += [] if text[0] in _ESCAPABLE else ["\\"]
+            at = int(text[0] >= " ")
+        self._is_escaped = False
         while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
             mark, at = found.group(), found.end()
             if mark == '"':
@@ -43,8 +49,12 @@ class JsonObjectCursor:
             elif self._in_string and mark < " ":
                 pieces += (text[start : found.start()], json.dumps(mark)[1:-1])
                 start = at
+            elif self._in_string and mark == "\\":
+                self._is_escaped = True  # the escaped character is in the next piece
             elif self._in_string:
-                self._is_escaped = mark == "\\"  # the escaped character is in the next piece
+                if mark[1] not in _ESCAPABLE:
+                    pieces += (text[start : found.start()], "\\")
+                    start, at = found.start(), at - (mark[1] < " ")
             else:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:

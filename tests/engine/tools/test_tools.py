@@ -227,6 +227,22 @@ def test_a_second_call_in_a_region_streams() -> None:
     assert [call.index for call in following.append('<parameter name="c">d</parameter>').calls] == [1]
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"\d+\.\w", r"\d+\.\w"),
+        (r"C:\Apps\*", r"C:\Apps\*"),
+        (r"\é\'", r"\é\'"),
+        ("a \\\n\tb", "a \\\n\tb"),
+        (r"\\d \" \n \u00e9 \/", '\\d " \n é /'),
+        (r"\\\d", r"\\d"),
+    ],
+)
+def test_backslashes_and_breaks_that_a_model_has_not_escaped_are_of_the_text(written: str, read: str) -> None:
+    one = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{written}"}}}}</tool_call>'
+    assert parsed(one, JSON_TAGS) == ("", [("get_weather", {"city": read})])
+
+
 SLIPS = [
     ("gemma4", 'call:get_weather{city:<|"|>Paris<|"|>', WEATHER),
     ("gemma4", ':get_weather{city:<|"|>Paris<|"|>}', WEATHER),
