@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_server.engine.grammar.constraints import GuardedConstraint
 from mlx_server.engine.text.detokenizer import IncrementalDetokenizer, StringScanner
+from mlx_server.engine.text.reasoning import ReasoningFollower, ReasoningSpan
 from mlx_server.engine.text.tokenizer import Tokenizer, check_ids
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
@@ -37,7 +38,8 @@ class GenerationRequest:
 
     The client wants `num_samples` answers to the prompt, and this request is number `sample_index`. `kept_token_ids`
     are special tokens that stay in the text even if special tokens are skipped. With `continues_text` the output
-    continues the prompt's text, so its leading space is kept. `prediction_token_ids` are the client's guess at the
+    continues the prompt's text, so its leading space is kept. Stop strings do not count in the output's `reasoning`.
+    `prediction_token_ids` are the client's guess at the
     output. With `pooling` nothing is generated, and the only delta has the result.
     """
 
@@ -55,6 +57,7 @@ class GenerationRequest:
     constraint: TokenConstraint | None = None
     kept_token_ids: frozenset[int] = frozenset()
     continues_text: bool = False
+    reasoning: ReasoningSpan | None = None
     prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
     images: tuple[PromptImage, ...] = ()
@@ -74,6 +77,7 @@ class OutputText:
             continues_text=generation.continues_text,
         )
         self._stops = StringScanner(sampling.stop) if sampling.stop else None
+        self._reasoning = None if generation.reasoning is None else ReasoningFollower(generation.reasoning)
         self._num_tokens = 0
 
     def append_run(
@@ -99,8 +103,13 @@ class OutputText:
         # Stop strings count only after `min_tokens`, so text before that is not searched.
         num_exempt = max(self._sampling.min_tokens - self._num_tokens, 0)
         self._num_tokens += len(token_ids)
-        text = self._detokenizer.append(shown[:num_exempt])
-        scan = self._stops.scan(self._detokenizer.append(shown[num_exempt:]))
+        text, searched = self._detokenizer.append(shown[:num_exempt]), self._detokenizer.append(shown[num_exempt:])
+        if self._reasoning is not None:
+            self._reasoning.follow(text)
+            num_reasoning = self._reasoning.follow(searched)
+            text += searched[:num_reasoning]
+            searched = searched[num_reasoning:]
+        scan = self._stops.scan(searched)
         text += scan.text
         if finish_reason is not None and scan.matched is None:
             scan = self._stops.scan(self._detokenizer.finish())

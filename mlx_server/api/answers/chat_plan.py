@@ -277,7 +277,7 @@ def _plan(engine: AsyncEngine, written: _Written) -> Plan:
         new_constraint=_constraints(engine, dialect, target, is_open, call.max_reasoning_tokens),
         kept_token_ids=kept_token_ids,
         continues_text=call.options.continue_final_message,
-        can_reason=dialect.reasoning is not None,
+        reasoning=None if dialect.reasoning is None else dialect.reasoning.span(is_open),
         prediction_token_ids=written.prediction_token_ids,
         notes=() if target.grammar is None else tuple(dict.fromkeys((*target.grammar.notes, *target.notes))),
     )

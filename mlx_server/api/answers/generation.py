@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Grant
 from mlx_server.engine.request_stream import RequestStream
+from mlx_server.engine.text.reasoning import ReasoningSpan
 from mlx_server.engine.text.splitters import HarmonySplitter, ReasoningSplit, ReasoningSplitter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, ToolOutput, calls_of
@@ -168,8 +169,7 @@ class OutputParser:
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
-        is_answered = self._is_answered or bool(split.content.strip())
-        if isinstance(self._splitter, ReasoningSplitter) and not is_cut and not is_answered:
+        if isinstance(self._splitter, ReasoningSplitter) and not (is_cut or self._is_answered or split.content.strip()):
             thoughts = "".join((*self._thoughts, split.reasoning))
             return self._parts(split.reasoning, ToolOutput(self._extractor.calls_in(thoughts)))
         before = self._extractor.append(split.content)
@@ -190,8 +190,8 @@ class OutputParser:
 class Plan:
     """Prompts that are ready to generate, and what follows the outputs. `new_parser` and `new_constraint` are called
     once for each choice, since both follow that choice's output. `end_token_ids` end the output as the model's own end
-    tokens do. `notes` are keywords of schemas that are not enforced. `kept_token_ids`, `continues_text` and
-    `prediction_token_ids` are passed on to `GenerationRequest`."""
+    tokens do. `notes` are keywords of schemas that are not enforced. `kept_token_ids`, `continues_text`, `reasoning`
+    (None: the model does not reason) and `prediction_token_ids` are passed on to `GenerationRequest`."""
 
     prompts: Sequence[Prompt]
     new_parser: Callable[[], OutputParser] = OutputParser
@@ -200,7 +200,7 @@ class Plan:
     kept_token_ids: frozenset[int] = frozenset()
     continues_text: bool = False
     prediction_token_ids: tuple[int, ...] = ()
-    can_reason: bool = False
+    reasoning: ReasoningSpan | None = None
     notes: tuple[str, ...] = ()
 
 

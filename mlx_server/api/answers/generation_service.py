@@ -261,6 +261,7 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
             constraint=None if plan.new_constraint is None else plan.new_constraint(),
             kept_token_ids=plan.kept_token_ids,
             continues_text=plan.continues_text,
+            reasoning=plan.reasoning,
             prediction_token_ids=plan.prediction_token_ids,
             pooling=job.pooling,
             images=prompt.images,

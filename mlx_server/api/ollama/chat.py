@@ -149,7 +149,7 @@ async def _plan(body: ChatRequest | GenerateRequest, call: OllamaCall) -> Plan:
             raise
         sent_at = body.sent_at(int(place[1]), int(place[2]))
         raise InvalidRequestError(error.message.replace(place[0], sent_at)) from error
-    if body.think and not plan.can_reason:
+    if body.think and plan.reasoning is None:
         raise InvalidRequestError(
             f'"{call.name}" does not support thinking. Leave think out, or set it to false.', "think"
         )

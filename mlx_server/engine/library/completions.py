@@ -186,6 +186,7 @@ class RequestBuilder:
                 constraint=None if grammar is None else self._constraint(grammar, reasoning, is_open),
                 kept_token_ids=kept_token_ids,
                 continues_text=continues_text,
+                reasoning=None if reasoning is None else reasoning.span(is_open),
                 images=images,
             )
             for index in range(sampling.n)

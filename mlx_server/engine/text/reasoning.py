@@ -43,6 +43,53 @@ class ReasoningMarkers:
         is_open = begun.endswith(self.start.rstrip()) or continued.lstrip().startswith(self.start)
         return is_open and self.end not in continued
 
+    def span(self, is_open: bool) -> ReasoningSpan:
+        """Where the reasoning of an output is; `is_open`: the prompt has opened it."""
+        if self is HARMONY:  # messages of several kinds may precede the answer
+            return ReasoningSpan("", self.answer_start)
+        return ReasoningSpan("" if is_open else self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """An output's reasoning begins with `start` and ends with `end`."""
+
+    start: str
+    end: str
+
+
+class ReasoningFollower:
+    """Finds out which part of an output that comes in pieces is its reasoning, the line breaks behind it included."""
+
+    __slots__ = ("_is_after", "_is_over", "_recent", "_span", "_start")
+
+    def __init__(self, span: ReasoningSpan) -> None:
+        self._span = span
+        self._start = span.start  # empty once it has come
+        self._recent = ""  # text in which a marker may have begun
+        self._is_after = self._is_over = False
+
+    def follow(self, text: str) -> int:
+        """How many characters of new text, from its beginning on, are reasoning."""
+        if self._is_over:
+            return 0
+        if self._is_after:
+            num_breaks = len(text) - len(text.lstrip("\n"))
+            self._is_over = num_breaks < len(text)
+            return num_breaks
+        self._recent += text
+        begun = self._recent.lstrip()
+        if not begun.startswith(self._start):
+            self._is_over = not self._start.startswith(begun)
+            return 0
+        self._start = ""
+        before, end, rest = self._recent.partition(self._span.end)
+        if not end:
+            self._recent = before[1 - len(self._span.end) :]
+            return len(text)
+        self._is_after = True
+        return len(text) - len(rest) + self.follow(rest)
+
 
 _XTML = ReasoningMarkers(
     "<|open|>think<|sep|>",

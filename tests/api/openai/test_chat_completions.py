@@ -150,6 +150,25 @@ async def test_a_stop_string_ends_the_answer_and_is_named(world: World):
     assert answer["choices"][0]["message"]["content"] == "Hello wor"
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("stop", "content"), [("Q:", "A. "), ("\n\n", "A. Q: B"), ("<think>", "A. Q: B\n\nC"), ("\n", "A. Q: B")]
+)
+async def test_stop_strings_do_not_end_the_reasoning(world: World, tokens_per_delta: int, stop: str, content: str):
+    """Models repeat the question there, and the answer would be missing."""
+    world.engine.tokens_per_delta = tokens_per_delta
+    for reasoning in ("Q: what?\n\n", "", "Q:"):
+        world.engine.script = say(f"<think>{reasoning}</think>\n\nA. Q: B\n\nC")
+        for template in ({}, {"enable_thinking": True}):
+            answer = (await world.chat(stop=stop, chat_template_kwargs=template)).json()["choices"][0]
+            assert (answer["message"]["content"], answer["finish_reason"]) == (content, "stop")
+            assert answer["message"].get("reasoning_content", "") == reasoning
+    world.engine.script = say("<thing> Q: B")
+    assert (await world.chat(stop=stop)).json()["choices"][0]["message"]["content"] == (
+        "<thing> " if stop == "Q:" else "<thing> Q: B"
+    )
+
+
 async def test_a_stop_token_is_named_by_its_id(world: World):
     token_id = world.engine.tokenizer.encode("o")[0]
     answer = (await world.chat(stop_token_ids=[token_id])).json()

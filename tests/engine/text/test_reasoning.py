@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from text_worlds import make_tokenizer
 from tool_worlds import parser_named
 
-from mlx_server.engine.text.reasoning import Dialect, ReasoningMarkers, find_dialect, find_reasoning_markers
+from mlx_server.engine.text.reasoning import (
+    HARMONY,
+    Dialect,
+    ReasoningFollower,
+    ReasoningMarkers,
+    ReasoningSpan,
+    find_dialect,
+    find_reasoning_markers,
+)
 from mlx_server.engine.tools.formats import JSON_TAGS
 
 THINK = ReasoningMarkers("<think>", "</think>")
@@ -91,3 +102,34 @@ def test_a_dialect_has_the_model_s_own_calls_or_json_between_tags(caplog: pytest
     own.hf.init_kwargs["tool_parser_type"] = "no such parser"
     assert find_dialect(own).tool_parser is JSON_TAGS
     assert "Tool calls are read as JSON between tags." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("span", "reasoning", "answer"),
+    [
+        (THINK.span(True), "Hm </thin\n</think>\n\n", "A\n</think>"),
+        (THINK.span(True), "</think>", "<think>A"),
+        (THINK.span(False), " <think>\nHm</think>\n", "A"),
+        (THINK.span(False), "", "<thinA</think>B"),
+        (THINK.span(False), "<think>never ends", ""),
+        (
+            HARMONY.span(False),
+            "<|channel|>analysis<|message|>Hm<|end|><|channel|>final<|message|>",
+            "A",
+        ),
+    ],
+)
+@given(st.lists(st.integers(min_value=1, max_value=9), min_size=1))
+def test_the_reasoning_is_found_in_any_pieces(
+    span: ReasoningSpan, reasoning: str, answer: str, widths: list[int]
+) -> None:
+    follower, text, searched = ReasoningFollower(span), reasoning + answer, ""
+    for width in itertools.cycle(widths):
+        if not text:
+            break
+        piece, text = text[:width], text[width:]
+        searched += piece[follower.follow(piece) :]
+    assert searched.endswith(answer)
+    begun = searched.removesuffix(answer)  # of the first marker, before it was known to be one
+    assert len(begun.lstrip()) < max(len(span.start), 1)
+    assert reasoning.startswith(begun)
