@@ -173,10 +173,10 @@ class _Ends:
         opening = _NOTHING if parameter.has_cdata else line + f"(?={_pattern(parameter.before).removeprefix(_SPACES)})"
         self._begun_opening = re.compile(rf"{line}{re.escape(begin)}[^<>\n]{{0,256}}\Z")
         close, over = re.escape(closing), "|".join(map(_beginning, (begin, after, end_marker)))
-        usual = rf"{close}(?=\s*(?:{'|'.join(re.escape(tag) for tag in (begin, after) if tag)}))|{opening}"
-        last = rf"{close}(?=\s*(?:{over})\Z)"
+        usual = rf"{close}(?={_GAP}(?:{'|'.join(re.escape(tag) for tag in (begin, after) if tag)}))|{opening}"
+        last = rf"{close}(?={_GAP}(?:{over})\Z)"
         if after:
-            last += rf"|\n{{0,{self._num_breaks}}}(?={re.escape(after)}\s*(?:{over})\Z)"
+            last += rf"|\n{{0,{self._num_breaks}}}(?={re.escape(after)}{_GAP}(?:{over})\Z)"
         self._usual, self._last = re.compile(usual), re.compile(f"{usual}|{last}")
 
     def find(self, body: str, start: int, *, is_complete: bool) -> Iterator[re.Match[str]]:
@@ -190,9 +190,10 @@ class _Ends:
         opening = None if is_complete else self._begun_opening.search(body, start)
         cut = len(body) - (0 if is_complete else max(_overlap(body, marker) for marker in self._markers))
         cut = cut if opening is None else opening.start()
-        before = body[start:cut].rstrip()
+        first = max(start, cut - _MAX_GAP - max(map(len, self._tags)))
+        before = body[first:cut].rstrip()
         begun = max(_overlap(before, tag) for tag in self._tags)
-        cut = start + len(before) - begun if begun else cut
+        cut = first + len(before) - begun if begun else cut
         return max(start, cut - (self._num_breaks and body.endswith("\n", start, cut)))
 
 
@@ -200,6 +201,8 @@ _ends = lru_cache(maxsize=64)(_Ends)
 
 _NOTHING = r"(?!)(?P<key>)"
 _SPACES = r"\s*"
+_MAX_GAP = 256  # between tags: a model that writes spaces without end must not have them searched for each token
+_GAP = rf"\s{{0,{_MAX_GAP}}}"
 _CDATA = re.compile(r"\s*<!\[CDATA\[")
 
 

@@ -286,6 +286,14 @@ def test_a_text_may_have_what_ends_an_argument(name: str, value: str) -> None:
     assert read(name, text) == read(name, [text]) == expected
 
 
+@pytest.mark.parametrize("num_spaces", [200, 5000])
+def test_a_closing_tag_far_before_the_next_is_of_the_text(num_spaces: int) -> None:
+    text = qwen(("size", "3"), ("text", "a")).replace("</function>", " " * num_spaces + "</function>")
+    ((_, arguments),) = read("qwen3_coder", text)
+    assert read("qwen3_coder", [text]) == [("write", arguments)]
+    assert (arguments["text"] == "a") == (num_spaces == 200)
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "mimo_v2", "minimax_m2", "muse_spark"])
 @pytest.mark.parametrize("is_region_closed", [True, False])
 def test_a_forgotten_end_of_an_argument_is_not_of_its_text(name: str, is_region_closed: bool) -> None:
