@@ -262,11 +262,12 @@ def _plan(engine: AsyncEngine, written: _Written) -> Plan:
     if target.grammar is not None:
         kept_token_ids |= target.grammar.kept_token_ids
     is_parallel, is_forced = call.tool_use.is_parallel is not False, call.tool_use.mode == "required"
+    used_ids = {str(made.get("id")) for message in call.messages for made in message.get("tool_calls") or ()}
     splits_reasoning = call.splits_reasoning  # the parser must not hold the call, whose messages may have megabytes
 
     def new_parser() -> OutputParser:
         splitter = new_splitter(dialect, tools, is_open)
-        extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
+        extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools, used_ids=used_ids)
         if splits_reasoning:
             return OutputParser(splitter, extractor, is_parallel, is_forced)
         return OutputParser(None, extractor, is_parallel, is_forced, splitter if is_forced else None)

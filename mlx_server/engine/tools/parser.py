@@ -75,7 +75,14 @@ class ToolCallExtractor:
     lack the first marker.
     """
 
-    def __init__(self, parser: ToolParser, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        parser: ToolParser,
+        tools: Sequence[Tool],
+        new_id: Callable[[], str] | None = None,
+        used_ids: Iterable[str] = (),
+    ) -> None:
+        """A call keeps the id that the model has given it, unless that is one of `used_ids`."""
         self._parser = parser
         self._tools = tools
         self._new_id = new_id or _random_id
@@ -93,7 +100,7 @@ class ToolCallExtractor:
         self._body = ""
         self._json = JsonObjectCursor()
         self._num_calls = 0
-        self._ids: set[str] = set()
+        self._ids = set(used_ids)
         self._num_streamed = 0
         self.cut_call: int | None = None
         """At the end: the index of the call whose arguments the output has not finished, if there is one."""

@@ -63,6 +63,22 @@ def become(world: World, family: str) -> None:
     world.engine.script = writer(world, 0)
 
 
+async def test_an_id_that_a_model_repeats_in_a_later_turn_is_replaced(world: World):
+    """Kimi counts its calls anew in each turn, and clients tell results apart by ids alone."""
+    become(world, "kimi_k2")
+    written = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    world.engine.script = say(f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages: list[Any] = user("Hi")
+    ids = []
+    for _ in range(3):
+        message = (await world.chat(messages=messages, tools=tools)).json()["choices"][0]["message"]
+        ids.append(message["tool_calls"][0]["id"])
+        messages += [message, {"role": "tool", "tool_call_id": ids[-1], "content": "Done."}]
+    assert ids[0] == "functions.f:0"
+    assert len({*ids}) == 3
+
+
 def writer(world: World, seed: int) -> Any:
     tokenizer = world.engine.tokenizer
     model = RandomModel(tokenizer, ("</arg_value>\n", '<|"|>', "<escape>", "<|close|>argument<|sep|>"))
