@@ -43,10 +43,7 @@ async def test_the_beginning_of_a_call_that_is_cut_off_is_no_text(world: World, 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 async def test_calls_in_reasoning_count_if_the_model_gives_no_answer_after_it(world: World, door: Door):
-    for text, num_calls in ((f"Hm.
-{CALL}
-{CALL}", 2), (f"{CALL}</think>
-", 1), (f"{CALL}</think>S", 0), ("Hm", 0)):
+    for text, num_calls in ((f"Hm.\n{CALL}\n{CALL}", 2), (f"{CALL}</think>\n", 1), (f"{CALL}</think>S", 0), ("Hm", 0)):
         world.engine.script = say(f"<think>{text}")
         length = len(world.engine.tokenizer.encode(f"<think>{text}", add_special_tokens=False))
         for num_tokens in (length, length + 1):
