@@ -39,7 +39,7 @@ def test_what_the_file_says_is_read_and_nothing_else(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
+        ({"top_p": -1}, "top_p must be between 0 and 1, got -1"),
         ({"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
         ({"temperature": "0.5"}, "temperature must be a number, got '0.5'"),
         ({"temperature": True}, "temperature must be a number, got True"),
