@@ -49,14 +49,22 @@ def is_mac() -> bool:
 
 
 def expanded(path: str) -> Path:
-    """The path, with the home folder for a leading `~` or `~user`. Raises `ConfigError` if that is unknown."""
+    """The path, with the home folder for a leading `~` or `~user`. Raises `ConfigError` if that is unknown, or if the
+    path is not UTF-8."""
     try:
-        return Path(path).expanduser()
+        full = Path(path).expanduser()
+        str(full).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"The path {full} is not UTF-8, as libraries that read models need it. Rename it, or name another; "
+            "MLX_SERVE_HOME is the folder of models and caches."
+        ) from error
     except RuntimeError as error:
         raise ConfigError(
             f"{path}: the home folder {Path(path).parts[0]} is unknown. Write the path in full, or set HOME; "
             "MLX_SERVE_HOME is the folder of models and caches."
         ) from error
+    return full
 
 
 def exists(path: Path) -> bool:

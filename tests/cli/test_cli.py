@@ -105,6 +105,15 @@ def test_a_home_folder_that_is_unknown_is_a_wrong_setting(monkeypatch, capsys, a
     assert "error: ~nosuch/x: the home folder ~nosuch is unknown. Write the path in full" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("variable", ["MLX_SERVE_HOME", "HOME"])
+@pytest.mark.parametrize("argv", [["pull"], ["cache", "ls"]], ids=" ".join)
+def test_a_home_folder_that_is_not_utf_8_is_a_wrong_setting(monkeypatch, capsys, variable, argv):
+    monkeypatch.delenv("MLX_SERVE_HOME", raising=False)
+    monkeypatch.setenv(variable, "/a\udcff")
+    assert main(argv) == 2
+    assert "is not UTF-8, as libraries that read models need it. Rename it, or name another" in capsys.readouterr().err
+
+
 def test_our_own_bugs_are_not_hidden(probe):
     probe.act = raising(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
