@@ -111,7 +111,7 @@ LAYER = ("quantization", "model.layers.0.mlp.up_proj")
         ("model", "config.json", ("rope_theta",), -1, "logits are NaN"),
         ("quantized", "config.json", ("intermediate_size",), 1, "is for rows longer than 1.*Correct its config.json"),
         ("quantized", "config.json", LAYER, {"group_size": 0, "bits": 4}, "a positive number instead of 0"),
-        ("eagle/drafter", "config.json", ("hidden_size",), [1], "a whole number as hidden_size"),
+        ("eagle/drafter", "config.json", ("hidden_size",), [1], r"a number instead of \[1\] as hidden_size"),
         ("adapter", "adapter_config.json", ("lora_parameters", "scale"), None, "or is damaged .*Take one"),
         ("adapter", "adapter_config.json", ("lora_parameters", "scale"), float("nan"), "its scale is nan"),
     ],

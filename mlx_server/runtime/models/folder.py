@@ -246,8 +246,6 @@ _TYPES = {
     "rope_parameters": (dict, "an object"),
     "eagle_config": (dict, "an object"),
     "transformer_layer_config": (dict, "an object"),
-    "hidden_size": (int, "a whole number"),
-    "backbone_hidden_size": (int, "a whole number"),
 }
 """What values of a config.json must be if they are there."""
 
@@ -258,7 +256,7 @@ _NUMBERS = re.compile(r"num_\w+|\w+_(size|dim|eps|theta|factor|layer_ids)|slidin
 _BOUNDS: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
     (_NUMBERS, lambda number: abs(number) < 2**63, "a finite number of 64 bits"),
     (re.compile("(num|n)_(hidden_)?layers?"), lambda number: number <= _MAX_LAYERS, f"at most {_MAX_LAYERS:,}"),
-    (re.compile("group_size"), lambda number: number > 0, "a positive number"),
+    (re.compile("group_size"), bool, "a positive number"),
 )
 """What numbers must be that would otherwise be computed with for hours, or end the process."""
 
@@ -285,7 +283,8 @@ def _config_faults(folder: Path) -> list[str]:
         f"a number instead of {value!r:.40} as {name} in config.json"
         for table in tables
         for name, value in table.items()
-        if _NUMBERS.fullmatch(name) and _has_text(value)
+        if _NUMBERS.fullmatch(name)
+        and (_has_text(value) or (name.endswith("hidden_size") and isinstance(value, list | dict)))
     ]
     faults += [
         f"{words} instead of {value!r:.40} as {name} in config.json"
