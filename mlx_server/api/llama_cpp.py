@@ -17,7 +17,8 @@ from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
 from mlx_server.api.answers.collect import Answer, Usage, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent, OutputParser, Parts, Prompt
+from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
+from mlx_server.api.answers.output_parser import OutputParser, Parts
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse

@@ -36,6 +36,7 @@ _TEXTS = (
     *("Hm", "é", "你好", "😀", "\n", "\n\n", " ", "<", "</", "<|", "{", "[", '"', "`", "a < b", "I look. "),
     *("```json\n", '{"name": "f"', "call:", "<tool"),
 )
+_FAULTS = ("", "", "\\", "\\d", "\\ud83d", "\\u12", '"', "NaN", "1e999", "{", "}", "[" * 300, "</", "\x1b", "\n")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def cut(family: Family, text: str, random: Random, *, has_markers: bool) -> list
 
 
 def random_output(family: Family, random: Random) -> str:
-    """Reasoning, texts and calls in any order and number; some calls lack a part."""
+    """Reasoning, texts and calls in any order and number; some calls lack a part, or have one that cannot be read."""
     if family.name == "harmony":
         return _harmony(random)
     parts = []
@@ -94,7 +95,8 @@ def random_output(family: Family, random: Random) -> str:
     for _ in range(random.randrange(5)):
         calls = _calls(family, random)
         begin, end = sorted(random.choices(range(len(calls) + 1), k=2))
-        parts.append(random.choice((calls, calls, _text(random), _text(random), calls[:begin] + calls[end:])))
+        faulty = calls[:begin] + random.choice(_FAULTS) + calls[random.choice((begin, end)) :]
+        parts.append(random.choice((calls, calls, _text(random), _text(random), faulty)))
     return "".join(parts)
 
 
@@ -104,7 +106,7 @@ def _harmony(random: Random) -> str:
         header, body = random.choice(("analysis", "commentary", "final")), _text(random)
         if random.random() < 0.4:
             header = f"commentary to=functions.{random.choice(NAMES)} <|constrain|>json"
-            body = json.dumps(_arguments(random))
+            body = json.dumps(_arguments(random)) + random.choice(("", "", "", *_FAULTS))
         messages.append(f"<|channel|>{header}<|message|>{body}<|end|>")
     return "<|start|>assistant".join(messages)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from mlx_server.api.answers.generation import OutputParser, Plan, Prompt, Truncation
+from mlx_server.api.answers.generation import Plan, Prompt, Truncation
 from mlx_server.api.answers.images import ImageLoader, RequestImages
+from mlx_server.api.answers.output_parser import OutputParser
 from mlx_server.api.http.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar

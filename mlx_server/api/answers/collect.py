@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, Part, Thought, in_order
+from mlx_server.api.answers.generation import Finish, Generation, OutputEvent, in_order
+from mlx_server.api.answers.output_parser import Part, Thought
 from mlx_server.engine.tools.parser import ToolCallDelta, calls_of
 from mlx_server.engine.tools.untagged import JsonObjectCursor
 from mlx_server.engine.tools.values import read_arguments

@@ -18,7 +18,8 @@ from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
 from mlx_server.api.answers.collect import Answer, Usage, arguments_object, is_cut_off, joined, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent, Part, Prompt, Thought, in_order
+from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt, in_order
+from mlx_server.api.answers.output_parser import Part, Thought
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo, error_responses

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, OutputParser, Parts, Plan, Prompt
+from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, Plan, Prompt
+from mlx_server.api.answers.output_parser import OutputParser, Parts
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand, Quotas
 from mlx_server.engine.request_stream import RequestStream

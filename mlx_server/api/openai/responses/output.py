@@ -14,7 +14,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from mlx_server.api.answers.collect import Answer, Usage, usage_of
-from mlx_server.api.answers.generation import Finish, OutputEvent, Thought, in_order
+from mlx_server.api.answers.generation import Finish, OutputEvent, in_order
+from mlx_server.api.answers.output_parser import Thought
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
