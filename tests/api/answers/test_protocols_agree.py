@@ -219,12 +219,13 @@ async def test_reasoning_that_follows_text_stays_behind_it(world: World):
 
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_all_protocols_say_the_same(world: World, name: str):
-    await check_random(world, name, 0)
+    for seed in range(2):
+        await check_random(world, name, seed)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_all_protocols_say_the_same_of_many_outputs(world: World, name: str):
-    for seed in range(1, 60):
+    for seed in range(2, 60):
         await check_random(world, name, seed)
