@@ -91,7 +91,7 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
     elif folder is not None or tokenizer is not None:
         without = target.name if tokenizer is None else settings.model
         raise _refused(settings.model, target, f"{without} has no tokenizer, so the vocabularies cannot be compared")
-    return await run(load_in_pieces(replace(settings, batch_invariant=False, pooling="auto"), folder))
+    return await run(load_in_pieces(replace(settings, batch_invariant=False, pooling="auto"), folder, sees=False))
 
 
 async def load_model_head(config: Config, target: LoadedModel, share: MemoryShare, run: InPieces) -> Any:

@@ -292,7 +292,7 @@ def estimate_need(config: Config) -> MemoryNeed:
     if config.draft_model is None:
         return need
     with draft_model_named():
-        return need.plus(_estimate_model(config.draft_model))
+        return need.plus(_estimate_model(config.draft_model, drafts=True))
 
 
 def _needed_heads(config: Config) -> MemoryNeed:
@@ -320,7 +320,7 @@ def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> Mem
     return MemoryNeed(weights_bytes, 0, num_elements * _item_bytes(settings, 2))
 
 
-def _estimate_model(config: Config) -> MemoryNeed:
+def _estimate_model(config: Config, *, drafts: bool = False) -> MemoryNeed:
     settings, num_ranks, sees, held, encoder_bytes = config.model, config.fleet.tensor_parallel_size, False, 0, 0
     folder = find_model(settings)
     if folder is None:
@@ -335,7 +335,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
             described, held = drafter_as_model(described, config.scheduler.max_num_seqs)
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
-        sees = num_ranks == 1 and not why_no_vision(folder)
+        sees = num_ranks == 1 and not drafts and not why_no_vision(folder)
         unread = SOUND if sees else _OTHER_TOWERS
         tensors = {name: tensor for name, tensor in headers if unread.search(name) is None}
         sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}

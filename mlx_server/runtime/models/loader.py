@@ -124,21 +124,27 @@ def load(
 
 
 def load_in_pieces(
-    settings: ModelConfig, folder: Path | None, adapters: Sequence[Adapter] = (), group: Group | None = None
+    settings: ModelConfig,
+    folder: Path | None,
+    adapters: Sequence[Adapter] = (),
+    group: Group | None = None,
+    *,
+    sees: bool = True,
 ) -> Pieces[LoadedModel]:
     """Loads a model and its adapters from their folders. MLX thread. Raises `ModelLoadError`.
 
     Yields the share of the weights that is in memory, each time other models' steps may run in between. The dtype
     `auto` keeps the model's own type on a GPU; on the CPU it computes in float32, because products in half precision
     are over ten times slower there, and keeps weights in bfloat16 where the native products can read them. With
-    `batch_invariant`, each product on a GPU uses one kernel for any number of rows, if there is one. With a `group` of
-    ranks, each reads and keeps its own part only, without a vision encoder.
+    `batch_invariant`, each product on a GPU uses one kernel for any number of rows, if there is one. Unless it `sees`,
+    a model is loaded without a vision encoder. With a `group` of ranks, each reads and keeps its own part only, and
+    none sees.
     """
     install_seam()
     name, no_vision, trust_remote_code = settings.model, "", settings.trust_remote_code
     if folder is None:
         model, config = random_models.build(name)
-    elif group is not None:
+    elif group is not None or not sees:
         model, config = read_folder(folder, trust_remote_code)
         no_vision = why_no_vision(folder) or NO_IMAGES
     else:

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_server.config import Config, ModelConfig, ServerConfig
+from mlx_server import LLM
+from mlx_server.config import Config, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_server.engine.memory import need
 from mlx_server.engine.memory.need import estimate_need, vision_bytes
 from mlx_server.runtime.models.random_models import build_random
@@ -146,6 +147,19 @@ def test_it_is_booked_with_the_model(tmp_path: Path) -> None:
     small, large = activation_bytes(100_000), activation_bytes(1_000_000)
     estimated = [vision_bytes(loaded.config, max_pixels=size, item_bytes=4) for size in (100_000, 1_000_000)]
     assert large - small == estimated[1] - estimated[0] > 0
+
+
+def test_a_draft_model_is_loaded_without_its_encoder(tmp_path: Path) -> None:
+    loaded = tiny_vlm("qwen3_vl").loaded
+    folder = str(save_model_folder(loaded.model, loaded.config, tmp_path, byte_tokenizer()))
+    settings = ModelConfig(model=folder, draft_model=folder)
+    alone = estimate_need(Config(model=ModelConfig(model=folder)))
+    need = estimate_need(Config(model=settings, scheduler=SchedulerConfig(speculate="model")))
+    assert need.encoder_bytes == alone.encoder_bytes > 0
+    assert alone.weights_bytes < need.weights_bytes < 2 * alone.weights_bytes
+    with LLM(folder, draft_model=folder, speculate="model", max_model_len=256, num_kv_blocks=16) as llm:
+        assert not llm.info.no_vision
+        assert llm.stats().weight_bytes == need.weights_bytes
 
 
 def test_an_image_of_gemma_4_has_at_most_its_processor_s_tokens(tmp_path: Path) -> None:
