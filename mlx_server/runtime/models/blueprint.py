@@ -275,13 +275,15 @@ _IMAGE_TOKENS = {
 
 def _settings_lacking(folder: Path) -> dict[str, Any]:
     """For the configuration of models as their makers publish them: the token of images, which only the tokenizer
-    names, and InternVL's text part under the usual name."""
+    names, InternVL's text part under the usual name, and the form of DeepSeek V4's weights in MLX."""
     config = read_model_json(folder / "config.json")
     model_type = config.get("model_type")
     settings = {"text_config": config.get("text_config", {})} if model_type == "internvl_chat" else {}
     if model_type in _IMAGE_TOKENS and vlm.placeholder_id(config) < 0:
         found = added_token_id(folder, _IMAGE_TOKENS[model_type])
         settings |= {} if found is None else {"image_token_index": found}
+    if model_type == "deepseek_v4" and "quantization" not in config and config.get("quantization_config"):
+        settings["quantization"] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}  # experts in 4 bits, by their shapes
     return settings
 
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.checks.choices import find_choices, with_few
-from mlx_server.runtime.models import deepseek_v4, vlm
+from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
@@ -405,21 +405,3 @@ def test_models_are_imported_without_what_mlx_vlm_serves_with() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "mlx_vlm.models" in ended.stdout
     assert not {"mlx_vlm.generate", "mlx_vlm.server", "mlx_vlm.convert"} & set(ended.stdout.split())
-
-
-def test_deepseek_v4_answers_alike_however_its_prompt_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As mlx-vlm's own code in one call without its shortcut to the best blocks of windows: in several calls, that
-    loses the tokens of the window before, and the shortcut depends on where they end."""
-    config = {**SERVED["deepseek_v4"], "index_block": 4, "index_keep": 4}
-    model: Any = build_random(config, 0)
-    module = vlm_module("models.deepseek_v4")
-    plain = module.Model(module.ModelConfig.from_dict({**config, "index_block": 0}))
-    plain.load_weights(tree_flatten(model.parameters()))
-    ids = [7 + 5 * place % 300 for place in range(300)]
-    wanted = plain(mx.array([ids]), cache=plain.make_cache()).logits[0]
-    monkeypatch.setattr(deepseek_v4, "_MOST_SCORES", 1000)  # of tokens, 2 heads and up to 75 windows: in several parts
-    for length in (300, 150, 31, 5, 1):
-        caches = model.make_cache()
-        parts = [ids[first : first + length] for first in range(0, 300, length)]
-        logits = mx.concatenate([model(mx.array([part]), cache=caches)[0] for part in parts])
-        assert float(mx.abs(logits - wanted).max()) < 1e-4 * float(mx.abs(wanted).max()), length
