@@ -145,7 +145,8 @@ def _layer_cache(index: int, cache: Any, *, keeps_windows: bool = False) -> Laye
     if kind == "ArraysCache":
         return StateLayerCache(cache.cache)
     if kind == "PoolingCache":
-        return PooledLayerCache.of(cache.ratio, (cache.buf_kv, cache.buf_gate), cache.pooled)
+        tokens = (cache.buf_kv, cache.buf_gate)
+        return PooledLayerCache.of(cache.ratio, tokens, cache.pooled, overlaps=hasattr(cache, "before"))
     if keeps_windows and kind == "RotatingKVCache" and cache.keys is not None:
         return WindowLayerCache(cache.max_size, cache.keys, cache.values)
     if kind == _INDEXED:

@@ -64,27 +64,29 @@ class PooledLayerCache(ListLayerCache):
     """What mlx-vlm's `PoolingCache` keeps: a row for each window of `ratio` tokens, and the tokens since the last one.
 
     A window's row is stored in parts, one in the slot of each of its last tokens. They are in one block, so blocks that
-    are full, and may be shared, are never written. The tokens are a recurrent state. It also has the window before
-    them, because the row of a window may depend on that.
+    are full, and may be shared, are never written. The tokens are a recurrent state; if windows overlap, it also has
+    the window before them.
     """
 
     ratio: int
+    num_kept: int
 
     @classmethod
-    def of(cls, ratio: int, tokens: Sequence[mx.array], row: mx.array) -> PooledLayerCache:
-        """`tokens` are arrays `[1, N, dim]` of what is pooled, and `row` `[1, W, dim]` of windows. Raises
-        `ModelLoadError`."""
+    def of(cls, ratio: int, tokens: Sequence[mx.array], row: mx.array, *, overlaps: bool) -> PooledLayerCache:
+        """`tokens` are arrays `[1, N, dim]` of what is pooled, and `row` `[1, W, dim]` of windows. If the row of a
+        window depends on the one before, it `overlaps`. Raises `ModelLoadError`."""
         num_parts, dim = math.gcd(ratio, BLOCK_SIZE), row.shape[-1]
         if dim % num_parts:
             raise ModelLoadError(f"Rows of {dim} numbers for {ratio} tokens each are not supported.")
-        states = [mx.zeros((1, 2 * ratio, side.shape[-1]), side.dtype) for side in tokens]
+        num_kept = 2 * ratio if overlaps else ratio
+        states = [mx.zeros((1, num_kept, side.shape[-1]), side.dtype) for side in tokens]
         self = cls([StateLayerCache(states), PagedLayerCache(None, LayerSpec(1, dim // num_parts, 0, row.dtype))])
-        self.ratio = ratio
+        self.ratio, self.num_kept = ratio, num_kept
         return self
 
     def view(self, group: RowGroup) -> PooledView:
         view: PooledView = self[1].view(group, PooledView)
-        view.ratio, view.tokens = self.ratio, self[0].view(group)
+        view.ratio, view.num_kept, view.tokens = self.ratio, self.num_kept, self[0].view(group)
         return view
 
 
@@ -92,6 +94,7 @@ class PooledView(PagedView):
     """A request's windows, with the methods of mlx-vlm's `PoolingCache`."""
 
     ratio: int
+    num_kept: int
     tokens: StateView
 
     @property
@@ -100,11 +103,12 @@ class PooledView(PagedView):
         return self.size() // self.ratio
 
     def accumulate_windows(self, values: mx.array, gates: mx.array, offset: int) -> tuple[mx.array, mx.array, int]:
-        """Takes those of new tokens, `[1, length, dim]`; returns those of the windows that they complete and of the
-        window before, and the position of their first. `offset` is the position of the first new token."""
-        kept, length = 2 * self.ratio, values.shape[1]
+        """Takes those of new tokens, `[1, length, dim]`; returns those of the windows that they complete, and of the
+        window before if windows overlap, and the position of their first. `offset` is the position of the first new
+        token."""
+        kept, length = self.num_kept, values.shape[1]
         self._num_new = length
-        num_before = offset % self.ratio + (self.ratio if offset >= self.ratio else 0)
+        num_before = offset % self.ratio + (kept - self.ratio if offset >= self.ratio else 0)
         num_new = (offset + length) // self.ratio - offset // self.ratio
         num_ready = num_before - offset % self.ratio + num_new * self.ratio if num_new else 0
         ready = []
