@@ -18,6 +18,7 @@ from tests.architectures import RECURRENT
 from tests.conformance import Subject
 from tests.drafters import Adversary, always
 from tests.engine_worlds import greedy, random_prompts
+from tests.runtime.models.test_vlm_text_parts import SERVED
 
 _PROMPTS = random_prompts((33, 70, 53))
 _SAMPLING = (
@@ -49,12 +50,16 @@ def _plain(llm: LLM, prompts: list[list[int]], sampling: tuple[SamplingParams, .
 
 @pytest.mark.parametrize(
     "architecture",
-    [name if name in _SOME else pytest.param(name, marks=pytest.mark.full) for name in RECURRENT],
+    [
+        *[name if name in _SOME else pytest.param(name, marks=pytest.mark.full) for name in RECURRENT],
+        "deepseek_v4",
+        pytest.param("glm5_next", marks=pytest.mark.full),
+    ],
 )
 def test_drafts_change_no_answer(architecture: str) -> None:
     """Greedy and sampled, with penalties and log-probabilities, in a pool so small that requests are preempted."""
-    subject = Subject(architecture)
-    subject.wanted([[1, 2]], [2])  # makes constants that belong to this thread
+    subject = Subject(architecture, SERVED.get(architecture))
+    subject.wanted(_PROMPTS[1:2], [2])  # makes constants that belong to this thread
     with subject.make_llm(num_kv_blocks=8, speculate="ngram") as llm:
         plain = _plain(llm, _PROMPTS, _SAMPLING)
         drafted = llm.generate(_PROMPTS, _SAMPLING, use_tqdm=False)
@@ -62,18 +67,18 @@ def test_drafts_change_no_answer(architecture: str) -> None:
 
     assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
     for with_drafts, without in zip(drafted[1].logprobs, plain[1].logprobs, strict=True):
-        assert with_drafts.token.logprob == pytest.approx(without.token.logprob, abs=1e-4)
+        assert with_drafts.token.logprob == pytest.approx(without.token.logprob, abs=5e-4)
         assert [t.token_id for t in with_drafts.top] == [t.token_id for t in without.top]
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2", "mamba2"])
+@pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2", "mamba2", "deepseek_v4"])
 def test_states_kept_of_drafted_outputs_are_right(architecture: str) -> None:
     """A prompt that goes on from most of an answer resumes at the last block boundary of that, which a step with drafts
     has reached, and answers what the first request did."""
     prompt = random_prompts((20,))[0]
-    with Subject(architecture).make_llm(speculate="ngram") as llm:
+    with Subject(architecture, SERVED.get(architecture)).make_llm(speculate="ngram") as llm:
         for length in (58, 61, 65):
             (plain,) = _plain(llm, [prompt], (greedy(length),))
             (drafted,) = llm.generate([prompt], greedy(length), use_tqdm=False)
