@@ -246,7 +246,7 @@ class AsyncEngine:
         try:
             streams: list[RequestStream] = []
             for each in generations:
-                request = self._make(each, parts, streams[-1].request if each.sample_index else None)
+                request = self._make(each, parts, streams[-1].request if each.sample_index and streams else None)
                 text = None if parts.text is None or each.pooling is not None else OutputText(each, self.tokenizer)
                 streams.append(RequestStream(request, text, self._end_request))
             displaced = self._intake.begin(streams)

@@ -156,7 +156,7 @@ async def test_several_problems_are_reported_at_once(world: World):
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b'{"messages": [', b"\xff\xfe", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 100_000],
+    [b"{", b'{"messages": [', b"\xff\xfe", b"[" * 100_000],
 )
 async def test_a_body_that_is_no_json(world: World, content: bytes):
     headers = {"content-type": "application/json"}
