@@ -166,12 +166,14 @@ class _Ends:
     def __init__(self, parameter: Parameter, closing: str, after: str, end_marker: str) -> None:
         begin = parameter.before.partition("{")[0]
         self._tags = [tag for tag in (closing, after) if tag]
-        self._markers = [*self._tags, *filter(None, (begin, end_marker))]
+        self._markers = [*self._tags, begin]
+        self._end_marker = end_marker
         has_line_breaks = parameter.before.endswith("\n")
         self._num_breaks = int(not has_line_breaks)  # before a tag that ends an argument without its own
         line = r"(?<=\n)" if has_line_breaks else r"\n"
-        opening = _NOTHING if parameter.has_cdata else line + f"(?={_pattern(parameter.before).removeprefix(_SPACES)})"
-        self._begun_opening = re.compile(rf"{line}{re.escape(begin)}[^<>\n]{{0,256}}\Z")
+        before = _pattern(parameter.before).removeprefix(_SPACES).replace(_SPACES, _GAP)
+        opening = _NOTHING if parameter.has_cdata else f"{line}(?={before})"
+        self._begun_opening = re.compile(rf"{line}{re.escape(begin)}[^<>\n]{{0,300}}(?:{_begun_rest(parameter)})\Z")
         close, over = re.escape(closing), "|".join(map(_beginning, (begin, after, end_marker)))
         usual = rf"{close}(?={_GAP}(?:{'|'.join(re.escape(tag) for tag in (begin, after) if tag)}))|{opening}"
         last = rf"{close}(?={_GAP}(?:{over})\Z)"
@@ -188,8 +190,12 @@ class _Ends:
         """Before which position, at least `start`, no end can begin that is not complete yet. What the region's end has
         cut off is no text, either."""
         opening = None if is_complete else self._begun_opening.search(body, start)
-        cut = len(body) - (0 if is_complete else max(_overlap(body, marker) for marker in self._markers))
-        cut = cut if opening is None else opening.start()
+        cut = len(body)
+        if opening is not None:
+            cut = opening.start()
+        elif not is_complete:  # the beginning of a marker may be before that of the region's end
+            cut -= _overlap(body, self._end_marker) if self._end_marker else 0
+            cut -= max(_overlap(body, marker, cut) for marker in self._markers)
         first = max(start, cut - _MAX_GAP - max(map(len, self._tags)))
         before = body[first:cut].rstrip()
         begun = max(_overlap(before, tag) for tag in self._tags)
@@ -222,9 +228,19 @@ def _beginning(text: str) -> str:
     return reduce(lambda rest, letter: rf"(?:{re.escape(letter)}{rest})?", reversed(text[:-1]), "")
 
 
-def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` are the beginning of `marker`, or all of it."""
-    start = text.find(marker[0], max(0, len(text) - len(marker)))
-    while start >= 0 and not marker.startswith(text[start:]):
-        start = text.find(marker[0], start + 1)
-    return len(text) - start if start >= 0 else 0
+def _begun_rest(parameter: Parameter) -> str:
+    """A regex for any beginning of what follows the key in `before`."""
+    before, begun = "", []
+    for line in filter(None, parameter.before.partition("{key}")[2].split("\n")):
+        begun.append(before + _beginning(line))
+        before += re.escape(line) + _GAP
+    return "|".join(begun)
+
+
+def _overlap(text: str, marker: str, end: int | None = None) -> int:
+    """How many characters at the end of `text`, or before `end`, are the beginning of `marker`, or all of it."""
+    end = len(text) if end is None else end
+    start = text.find(marker[0], max(0, end - len(marker)), end)
+    while start >= 0 and not marker.startswith(text[start:end]):
+        start = text.find(marker[0], start + 1, end)
+    return end - start if start >= 0 else 0

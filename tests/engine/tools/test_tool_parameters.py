@@ -336,15 +336,17 @@ def test_any_cut_gives_the_same(name: str, arguments: list[tuple[str, str]], wid
     assert read(name, pieces) == read(name, [text])
 
 
-TAGS = ["</parameter>", "</function>", "<parameter=maybe>", "<parameter=text>", "</tool_call>", "</para", "\n", " "]
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(TAGS), max_size=8), st.booleans())
-def test_any_cut_of_misplaced_tags_gives_the_same(tags: list[str], is_whole: bool) -> None:
-    text = qwen(("text", "".join(tags)), ("maybe", "b"))
-    pieces = list(text if is_whole else text[: -len("</function>\n</tool_call>")])
-    joined, alone = streamed("qwen3_coder", ["".join(pieces)]), streamed("qwen3_coder", pieces)
+@pytest.mark.parametrize("name", DIFFERENT)
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.booleans())
+def test_any_cut_of_misplaced_tags_gives_the_same(name: str, data: st.DataObject, is_whole: bool) -> None:
+    form, end = FORMATS[name], parser_named(name).end
+    assert form.parameter is not None
+    opening, closing = form.parameter.begin("maybe", "string").rstrip(), form.parameter.end("maybe").strip()
+    tags = [opening, closing, form.after.strip(), end, opening[: len(opening) * 2 // 3], closing[:-3], "\n", " "]
+    text = WRITERS[name](("text", "".join(data.draw(st.lists(st.sampled_from(tags), max_size=8)))), ("maybe", "b"))
+    pieces = list(text if is_whole else text[: -len(form.after + end)])
+    joined, alone = streamed(name, ["".join(pieces)]), streamed(name, pieces)
     assert [(name, "".join(fragments)) for name, fragments in joined[1]] == [
         (name, "".join(fragments)) for name, fragments in alone[1]
     ]
