@@ -203,7 +203,8 @@ class ToolCallExtractor:
 
     def _read_arguments(self, text: str) -> str:
         fragment, rest = self._json.feed(text)
-        self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
+        if fragment:
+            self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
         if rest is None:
             return ""
         self._read = self._read_body

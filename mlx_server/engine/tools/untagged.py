@@ -15,8 +15,8 @@ _AFTER_NAME = (',"arguments":{', ',"parameters":{')
 _MAX_HEAD_CHARS = 512
 _SPACES = re.compile(r"\s+")
 _BRACKET = re.compile(r'["{}\[\]]')
-_ESCAPABLE = frozenset('"\\/bfnrtu')
-_IN_STRING = re.compile(r'["\x00-\x1f]|\\.?', re.DOTALL)
+_IN_STRING = re.compile(r'["\x00-\x1f]|\\(?:u[0-9a-fA-F]{0,4}|["\\/bfnrt])?')
+_MAY_GO_ON = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 
 
 class JsonObjectCursor:
@@ -25,7 +25,7 @@ class JsonObjectCursor:
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._is_escaped = False
+        self._held = ""  # an escape that may go on
 
     @property
     def is_inside(self) -> bool:
@@ -35,13 +35,10 @@ class JsonObjectCursor:
     def feed(self, text: str) -> tuple[str, str | None]:
         """Takes more text, which is not empty: its part of the object, and what follows the object's end, None before
         that. Line breaks, other control characters and backslashes in strings, which models forget to escape, come
-        escaped: a regex `\\d` is no escape of JSON."""
+        escaped: a regex `\\d` is no escape of JSON. An escape comes as soon as it is complete."""
         pieces: list[str] = []
         start = at = 0
-        if self._is_escaped:
-            pieces += [] if text[0] in _ESCAPABLE else ["\\"]
-            at = int(text[0] >= " ")
-        self._is_escaped = False
+        text, self._held = self._held + text, ""
         while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
             mark, at = found.group(), found.end()
             if mark == '"':
@@ -49,13 +46,13 @@ class JsonObjectCursor:
             elif self._in_string and mark < " ":
                 pieces += (text[start : found.start()], json.dumps(mark)[1:-1])
                 start = at
-            elif self._in_string and mark == "\\":
-                self._is_escaped = True  # the escaped character is in the next piece
-            elif self._in_string:
-                if mark[1] not in _ESCAPABLE:
-                    pieces += (text[start : found.start()], "\\")
-                    start, at = found.start(), at - (mark[1] < " ")
-            else:
+            elif self._in_string and _MAY_GO_ON.match(mark):
+                if at == len(text):
+                    self._held, text = mark, text[: found.start()]
+                    break
+                pieces += (text[start : found.start()], "\\")
+                start = found.start()
+            elif not self._in_string:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
                     return "".join((*pieces, text[start:at])), text[at:]

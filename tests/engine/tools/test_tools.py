@@ -236,6 +236,7 @@ def test_a_second_call_in_a_region_streams() -> None:
         ("a \\\n\tb", "a \\\n\tb"),
         (r"\\d \" \n \u00e9 \/", '\\d " \n é /'),
         (r"\\\d", r"\\d"),
+        (r"C:\users \u12 \u00e9 \u", "C:\\users \\u12 é \\u"),
     ],
 )
 def test_backslashes_and_breaks_that_a_model_has_not_escaped_are_of_the_text(written: str, read: str) -> None:
