@@ -11,12 +11,14 @@ from mlx_server.engine.tools.formats import ITEM, Parameter
 from mlx_server.engine.tools.values import ALL_KINDS, Arguments, TypeResolver, ValueTypes, inner_schema, read_value
 
 _MAX_DEPTH = 128
+MAX_TAG_CHARS = 258
+"""Of a tag's slash and name, with the bracket before them."""
 
 
 @cache
 def tag_of(namespace: str) -> re.Pattern[str]:
     """Matches any tag: a slash before its end, and its name."""
-    return re.compile(rf"{re.escape(namespace)}<(/?)([^<>\n]+)>")
+    return re.compile(rf"{re.escape(namespace)}<(/?)([^<>\n]{{1,{MAX_TAG_CHARS - 2}}})>")
 
 
 def read_tags(text: str, parameter: Parameter, schema: Any, resolver: TypeResolver) -> Any:

@@ -102,6 +102,8 @@ class ToolCallExtractor:
         self._num_calls = 0
         self._ids = set(used_ids)
         self._num_streamed = 0
+        self._num_quotes = 0  # in the first `_counted` characters of the body
+        self._counted = 0
         self.cut_call: int | None = None
         """At the end: the index of the call whose arguments the output has not finished, if there is one."""
         self._blank: str | None = ""  # white space that is content only if text follows; None inside content
@@ -127,7 +129,7 @@ class ToolCallExtractor:
         held = self._untagged.finish()
         self._take_in("" if is_cut and '"name"' in held else held)
         while self._read == self._read_body:
-            is_forgiven = not self._parser.end or self._format.fails_when_cut or self._is_finished(self._body)
+            is_forgiven = not self._parser.end or self._format.fails_when_cut or self._is_finished()
             is_within = self._num_streamed > 0 and bool(self._parser.end)
             is_dropped = is_cut and (is_within or self._may_begin_call(self._body))
             self._read = self._read_content
@@ -160,7 +162,7 @@ class ToolCallExtractor:
                 self._show(marker)
         elif marker is not None:
             self._start, self._body = (marker, "") if marker == self._parser.start else ("", marker)
-            self._num_streamed = 0
+            self._num_streamed = self._num_quotes = self._counted = 0
             self._parameters = self._new_reader()
             self._read = self._read_body
         return scan.rest
@@ -168,10 +170,10 @@ class ToolCallExtractor:
     def _read_body(self, text: str) -> str:
         searched = max(0, len(self._body) - len(self._parser.end))
         self._body += text
-        rest = self._read_head()
+        end = self._find_end(searched)
+        rest = None if searched > _MAX_HEAD_CHARS else self._read_head(len(self._body) if end < 0 else end)
         if rest is not None:
             return rest
-        end = self._find_end(searched)
         if self._parameters is not None:
             body = self._body if end < 0 else self._body[:end]
             rest = self._read_parameters(self._parameters, body, is_complete=end >= 0)
@@ -188,18 +190,23 @@ class ToolCallExtractor:
         if not self._parser.end:
             return -1
         end = self._body.find(self._parser.end, searched)
-        while end >= 0 and self._is_quoted(self._body[:end]):
+        while end >= 0 and self._is_quoted(end):
             end = self._body.find(self._parser.end, end + 1)
         return end
 
-    def _is_quoted(self, body: str) -> bool:
-        """Whether `body` ends inside a text, in a format with quotes of its own."""
+    def _is_quoted(self, end: int) -> bool:
+        """Whether the body before `end`, which only grows, ends inside a text, in a format with quotes of its own."""
         notation = self._format.notation
-        return notation is not None and self._has_own_quotes and body.count(notation.quote) % 2 == 1
+        if notation is None or not self._has_own_quotes:
+            return False
+        self._num_quotes += self._body.count(notation.quote, self._counted, end)
+        self._counted = end
+        return self._num_quotes % 2 == 1
 
-    def _is_finished(self, body: str) -> bool:
+    def _is_finished(self) -> bool:
         """Whether only the end marker is missing, in a format with quotes of its own."""
-        return self._has_own_quotes and body.rstrip().endswith(self._format.after) and not self._is_quoted(body)
+        is_ended = self._has_own_quotes and self._body.rstrip().endswith(self._format.after)
+        return is_ended and not self._is_quoted(len(self._body))
 
     def _read_arguments(self, text: str) -> str:
         fragment, rest = self._json.feed(text)
@@ -210,12 +217,10 @@ class ToolCallExtractor:
         self._read = self._read_body
         return rest
 
-    def _read_head(self) -> str | None:
-        """Begins a streamed call if the body has its head, and returns the text after it: the beginning of the
-        arguments."""
-        if self._format.head is None or len(self._body) > _MAX_HEAD_CHARS:
-            return None
-        head = self._format.head.match(self._body)
+    def _read_head(self, end: int) -> str | None:
+        """Begins a streamed call if the body has its head before `end`, and returns the text after that: the beginning
+        of the arguments."""
+        head = None if self._format.head is None else self._format.head.match(self._body, 0, min(end, _MAX_HEAD_CHARS))
         name = None if head is None else _name_in(head)
         if head is None or name is None:
             return None
@@ -340,11 +345,10 @@ class ToolCallExtractor:
     def _show(self, text: str) -> None:
         text = text.replace(SPELLED, "")
         if self._blank is not None:
-            text = self._blank + text
             if not text.strip():
-                self._blank = text
+                self._blank += text
                 return
-            self._blank = None
+            text, self._blank = self._blank + text, None
         if text:
             self._parts.append(text)
 

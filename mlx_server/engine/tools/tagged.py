@@ -10,7 +10,7 @@ from functools import lru_cache, reduce
 from typing import Any
 
 from mlx_server.engine.tools.formats import Parameter, ToolFormat
-from mlx_server.engine.tools.nested import read_tags, tag_of
+from mlx_server.engine.tools.nested import MAX_TAG_CHARS, read_tags, tag_of
 from mlx_server.engine.tools.values import ALL_KINDS, TEXT, ParameterTypes, ValueTypes, read_value
 
 
@@ -62,12 +62,15 @@ class TaggedCallReader:
 
     def _pieces(self, body: str, *, is_complete: bool) -> Iterator[str]:
         if self.name is None:
-            head = self._head.match(body)
+            head = self._head.match(body, 0, _MAX_HEAD_CHARS)
             if head is None:
                 return
             self.name, self._at = head["name"], head.end()
         while True:
             if self._key is None:
+                spaces = _WHITE.match(body, self._at)
+                assert spaces is not None
+                self._at = spaces.end()  # so that they are searched once
                 opening = self._opening.match(body, self._at)
                 if opening is None:
                     return
@@ -104,8 +107,7 @@ class TaggedCallReader:
             if tag[1] and self._depth == 0:
                 return tag.start(), tag.end()
             self._depth += -1 if tag[1] else 1
-        begun = body.find(namespace, self._searched)
-        self._searched = begun if begun >= 0 else max(self._searched, len(body) - len(namespace) + 1)
+        self._searched = max(self._searched, len(body) - len(namespace) - MAX_TAG_CHARS)
         return -1, -1
 
     def _types_of(self, name: str, key: str, is_text: str | None) -> ValueTypes:
@@ -207,6 +209,8 @@ _ends = lru_cache(maxsize=64)(_Ends)
 
 _NOTHING = r"(?!)(?P<key>)"
 _SPACES = r"\s*"
+_WHITE = re.compile(_SPACES)
+_MAX_HEAD_CHARS = 1024  # if this much text has no head, no head follows
 _MAX_GAP = 256  # between tags: a model that writes spaces without end must not have them searched for each token
 _GAP = rf"\s{{0,{_MAX_GAP}}}"
 _CDATA = re.compile(r"\s*<!\[CDATA\[")

@@ -440,6 +440,23 @@ def test_each_piece_of_a_long_argument_is_searched_once() -> None:
     assert len(json.loads("".join(fragments))["any"]["a"]) == 400_000
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m3", "gemma4", "json_tools"])
+@pytest.mark.parametrize("begun", ["", "call", "argument"])
+@pytest.mark.parametrize("repeated", [" ", "{", "</", "{end}", "{tag}"])
+def test_endless_text_is_searched_once(name: str, begun: str, repeated: str) -> None:
+    parser, form = parser_named(name), FORMATS[name]
+    before, tag = form.before.format(name="write", json_name='"write"'), form.after
+    if begun == "argument" and form.parameter is not None:
+        before, tag = before + form.parameter.before.format(key="any"), form.parameter.after.format(key="any")
+    elif begun == "argument" and form.notation is not None:
+        before += "any:" + form.notation.quote
+    text = repeated.replace("{end}", parser.end).replace("{tag}", tag or "x")
+    text = (parser.start + before if begun else "") + text * (150_000 // len(text))
+    started = time.process_time()
+    streamed(name, [text[at : at + 5] for at in range(0, len(text), 5)])
+    assert time.process_time() - started < 5, "quadratic, it takes up to a minute"
+
+
 def test_several_calls_of_one_region_follow_the_first() -> None:
     one = minimax(("text", "some words"))
     text = one.replace("</minimax:tool_call>", '<invoke name="stop">\n</invoke>\n</minimax:tool_call>')
