@@ -105,10 +105,10 @@ class OutputText:
         self._num_tokens += len(token_ids)
         text, searched = self._detokenizer.append(shown[:num_exempt]), self._detokenizer.append(shown[num_exempt:])
         if self._reasoning is not None:
-            self._reasoning.follow(text)
-            num_reasoning = self._reasoning.follow(searched)
-            text += searched[:num_reasoning]
-            searched = searched[num_reasoning:]
+            text = "".join(self._reasoning.split(text))
+            reasoning, searched = self._reasoning.split(searched)
+            text += reasoning
+            searched += "" if finish_reason is None else self._reasoning.flush()
         scan = self._stops.scan(searched)
         text += scan.text
         if finish_reason is not None and scan.matched is None:
@@ -225,8 +225,8 @@ class RequestStream:
                 text, num_tokens = "".join(pieces), len(pieces)
         if matched is not None:
             token_ids = token_ids[:num_tokens]
-            # Tokens of this step after the match were never sent to the client. All but a step's last one are drafts.
-            num_cut = len(output.new_token_ids) - num_tokens
+            # Tokens of this step after the match were never sent to the client. A step's drafts come first.
+            num_cut = max(request.num_accepted_drafts - self._latest.num_accepted_drafts - num_tokens, 0)
             request.num_accepted_drafts -= num_cut
             request.num_rejected_drafts += num_cut
             num_void = request.num_output_tokens - num_before - num_tokens

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_server.engine.request_stream import GenerationRequest, ModelLimits, OutputText, RequestStream, make_request
+from mlx_server.engine.text.reasoning import ReasoningSpan
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ServeError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestOutput, TokenLogprob
@@ -387,3 +388,35 @@ async def test_a_reader_waits_for_deltas_and_stops_at_the_end() -> None:
     assert (await reading).token_ids == (65,)
     assert [delta.token_ids async for delta in stream] == [(66,)]
     assert stream.is_over()
+
+
+@pytest.mark.parametrize(("num_accepted", "num_shown"), [(0, 0), (2, 2), (8, 4)])
+def test_drafts_after_a_stop_string_are_rejected(num_accepted: int, num_shown: int) -> None:
+    """A step gives the drafts that were right, and a token of its own behind them."""
+    delivery = Delivery(SamplingParams(stop=(TEXT[3],)))
+    delivery.request.num_accepted_drafts = num_accepted
+    delivery.run([num_accepted + 1, *ONE_BY_ONE])
+    counts = delivery.request.num_accepted_drafts, delivery.request.num_rejected_drafts
+    assert counts == (num_shown, num_accepted - num_shown)
+
+
+@pytest.mark.parametrize("stop", ["\n", "<th", "think>H", "Hm"])
+@pytest.mark.parametrize("size", [1, 100])
+def test_stop_strings_count_neither_in_the_reasoning_nor_before_it(stop: str, size: int) -> None:
+    reasoning = "\n<think>Hm</think>\n\n"
+    generation = GenerationRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        sampling=SamplingParams(stop=(stop,)),
+        reasoning=ReasoningSpan("<think>", "</think>"),
+    )
+    written, token_ids = OutputText(generation, TOKENIZER), TOKENIZER.encode(f"{reasoning}A{stop}B")
+    text, matched = "", None
+    for at in range(0, len(token_ids), size):
+        pieces, matched = written.append_run(token_ids[at : at + size], None)
+        text += "".join(pieces)
+        if matched is not None:
+            break
+    assert (text, matched) == (f"{reasoning}A", stop)
+    unanswered = OutputText(generation, TOKENIZER)
+    assert unanswered.append(TOKENIZER.encode("\n<t"), FinishReason.LENGTH)[0] == ("" if stop == "\n" else "\n<t")

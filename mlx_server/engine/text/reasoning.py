@@ -58,6 +58,10 @@ class ReasoningSpan:
     end: str
 
 
+_MAX_SPACES = 16
+"""So many may precede the reasoning. An output of nothing but line breaks must not be held back for ever."""
+
+
 class ReasoningFollower:
     """Finds out which part of an output that comes in pieces is its reasoning, the line breaks behind it included."""
 
@@ -69,26 +73,35 @@ class ReasoningFollower:
         self._recent = ""  # text in which a marker may have begun
         self._is_after = self._is_over = False
 
-    def follow(self, text: str) -> int:
-        """How many characters of new text, from its beginning on, are reasoning."""
+    def split(self, text: str) -> tuple[str, str]:
+        """Takes new text: what is reasoning, and what follows that. Holds back what may be the first marker."""
         if self._is_over:
-            return 0
+            return "", text
         if self._is_after:
-            num_breaks = len(text) - len(text.lstrip("\n"))
-            self._is_over = num_breaks < len(text)
-            return num_breaks
+            rest = text.lstrip("\n")
+            self._is_over = bool(rest)
+            return text[: len(text) - len(rest)], rest
         self._recent += text
-        begun = self._recent.lstrip()
-        if not begun.startswith(self._start):
-            self._is_over = not self._start.startswith(begun)
-            return 0
-        self._start = ""
+        if self._start:
+            begun = self._recent.lstrip()
+            is_far = len(self._recent) - len(begun) > _MAX_SPACES
+            if is_far or not begun.startswith(self._start):
+                self._is_over = is_far or not self._start.startswith(begun)
+                return "", self.flush() if self._is_over else ""
+            self._start, text = "", self._recent
         before, end, rest = self._recent.partition(self._span.end)
         if not end:
             self._recent = before[1 - len(self._span.end) :]
-            return len(text)
+            return text, ""
         self._is_after = True
-        return len(text) - len(rest) + self.follow(rest)
+        _, rest = self.split(rest)
+        return text[: len(text) - len(rest)], rest
+
+    def flush(self) -> str:
+        """Returns the text that was held back. Call it at the end of the output."""
+        held = self._recent if self._start else ""
+        self._recent = self._recent[len(held) :]
+        return held
 
 
 _XTML = ReasoningMarkers(
