@@ -244,7 +244,11 @@ def test_deepseek_v4_which_has_no_template_is_given_one(tmp_path: Path) -> None:
         prompt = given.format(messages, tools, options)
         assert prompt.text == wanted.format(messages, tools, options).text.replace("<s>", begin)
         assert prompt.opens_reasoning is (effort != "none" and messages[-1] is not ANSWERS)
-    assert given.format([ASKS]).opens_reasoning
+    system = {"role": "system", "content": "Be brief"}
+    for chat in ([ASKS], [system], [ASKS, system], [ASKS, ANSWERS, system], [ASKS, ANSWERS]):  # whoever had the last word
+        prompt = given.format(chat)
+        assert prompt.opens_reasoning
+        assert prompt.text.endswith("<｜Assistant｜><think>")
 
 
 @pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "google-gemma-4-26B-A4B-it"])
