@@ -102,8 +102,9 @@ def make_cache_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def read_settings(path: Path) -> str:
-    """The text of a small file that a user names. Raises `UnicodeDecodeError`, and what `read_file` raises."""
-    return read_file(path, _MAX_SETTINGS_BYTES, "a file of settings or of a key").decode()
+    """The text of a small file that a user names, without a byte order mark. Raises `UnicodeDecodeError`, and what
+    `read_file` raises."""
+    return read_file(path, _MAX_SETTINGS_BYTES, "a file of settings or of a key").decode("utf-8-sig")
 
 
 def read_file(path: Path, max_bytes: int, what: str) -> bytes:

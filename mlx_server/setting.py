@@ -34,6 +34,9 @@ _LEAST_PLAIN = 1_000_000
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.IGNORECASE)
+_BREAK = re.compile(r"(?:\A|(?<=,))\s*[\r\n]\s*|\s*[\r\n]\s*\Z")
+"""Line breaks around a text or after a comma, which blocks of YAML, texts of several lines in TOML and files with
+Windows' ends of lines leave there."""
 _OUR_WORDS = {"Input": "it", "String": "it", "Tuple": "it", "tuple": "list", "dictionary": "table"}
 """Words for what pydantic's messages call by Python's names."""
 
@@ -175,15 +178,17 @@ def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: 
     """The section with the values of a file, and those of `more`, which the file may not set. Raises `ConfigError`,
     whose message begins with `where`."""
     refuse_unknown(table, keys(declared).keys() - more.keys(), where)
-    _check_texts({**table, **more}, where)
+    joined_lines = {name: _BREAK.sub("", value) if isinstance(value, str) else value for name, value in table.items()}
+    _check_texts({**joined_lines, **more}, where)
     try:
-        return declared(**table, **more)
+        return declared(**joined_lines, **more)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first(error, keys(declared))}") from error
 
 
 def read_text(declared: Any, name: str, text: str, where: str) -> Any:
     """The value of one setting from a text. Raises `ConfigError`, whose message begins with `where`."""
+    text = _BREAK.sub("", text)
     _check_texts(text, where)
     try:
         return getattr(TypeAdapter(declared).validate_strings({name: text}), name)

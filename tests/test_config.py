@@ -227,6 +227,25 @@ def test_texts_that_are_no_single_line_are_refused_by_their_place(tmp_path, text
     assert "write UTF-8 in one line, without control characters" in message
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_breaks_around_a_value_and_after_commas_do_not_count(tmp_path, end):
+    """Blocks of YAML leave them in the environment, TOML in texts of several lines, Windows in files."""
+    environ = {
+        "MLX_SERVE_SERVER_PORT": f"9000{end}",
+        "MLX_SERVE_SERVER_API_KEY": f"{end}secret{end}",
+        "MLX_SERVE_SERVER_ALLOWED_ORIGINS": f"https://a.example,{end}  https://b.example{end}",
+        "MLX_SERVE_SERVER_LOG_LEVEL": f"debug{end}",
+        "MLX_SERVE_MODEL_MODEL": f"/モデル/a, b{end}",
+    }
+    text = '\ufeff[server]\r\nallowed_hosts = """\r\na.example,\r\nb.example\r\n"""\r\n'
+    config = load(tmp_path, text, environ=environ)
+    server = config.server
+    assert (server.port, server.api_key, server.log_level) == (9000, "secret", "debug")
+    assert server.allowed_origins == "https://a.example,https://b.example"
+    assert server.allowed_hosts == "a.example,b.example"
+    assert config.model.model == "/モデル/a, b"
+
+
 @pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.name)
 def test_bytes_that_are_not_utf_8_are_refused_in_every_setting(tmp_path, setting):
     """The command line and the environment turn them into halves of surrogate pairs."""
