@@ -469,6 +469,17 @@ async def test_items_are_found_by_their_ids(fleet: Fleet):
     assert (await second.respond(key, input=[{"type": "item_reference", "id": "msg_é3"}])).status_code == 400
 
 
+async def test_items_whose_bodies_a_full_store_has_evicted_are_as_if_not_kept(fleet: Fleet, redis: RedisServer):
+    """With `maxmemory-policy allkeys-lru` one of an owner's keys may go, and the others stay."""
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    (item,) = (await first.respond(key)).json()["output"]
+    with redis.client() as client:
+        assert client.delete(*client.scan_iter(f"{shared_store.PREFIX}*:bodies")) == 1
+    answer = await second.respond(key, input=[{"type": "item_reference", "id": item["id"]}])
+    assert answer.status_code == 400, answer.text
+
+
 async def test_records_of_an_earlier_format_are_as_if_not_kept(fleet: Fleet, redis: RedisServer):
     """Those had no version before their lines. Servers of both formats may share the store while they are updated."""
     (key,) = await fleet.start()

@@ -274,8 +274,8 @@ for _, record in ipairs(redis.call('ZREVRANGE', KEYS[3], 0, -1)) do
   for _, id in ipairs(ids) do
     if wanted[id] then has_some = true end
   end
-  local body, from = has_some and redis.call('HGET', KEYS[1], record) or '', 1
-  for index = -2, has_some and #ids or -3 do
+  local body, from = has_some and redis.call('HGET', KEYS[1], record), 1  -- the store may have evicted the bodies
+  for index = -2, body and #ids or -3 do
     local to, id = string.find(body, '\\n', from, true) or #body + 1, ids[index]
     if wanted[id] then
       found[#found + 1], found[#found + 2] = id, string.sub(body, from, to - 1)
