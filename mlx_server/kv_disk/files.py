@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlx_server.config import MemoryConfig, home
 from mlx_server.environment import expanded, make_cache_folder
+from mlx_server.kv_disk.slab import SUFFIX
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o600
@@ -42,7 +43,11 @@ class Files:
         if stat.st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user")
         if stat.st_mode & 0o077:
-            raise PermissionError(f"{folder} is open to others; give a folder of its own, or run chmod 700 on it")
+            names = os.listdir(folder)
+            is_for_prefixes = not names or any(name.endswith(SUFFIX) for name in names)
+            fault = "" if is_for_prefixes else " and has files that are no prefixes"
+            more = ", or run chmod 700 on it" if is_for_prefixes else ""
+            raise PermissionError(f"{folder} is open to others{fault}; name another with --kv-disk-dir{more}")
         self.folder = folder
 
     def entries(self, suffix: str) -> list[FileEntry]:

@@ -14,7 +14,7 @@ from mlx_server.cli.main import main
 from mlx_server.cli.remote import URL_VARIABLE
 from mlx_server.kv_disk.disk import open_disk
 from mlx_server.kv_disk.files import Files
-from mlx_server.kv_disk.slab import Space
+from mlx_server.kv_disk.slab import SUFFIX, Space
 from mlx_server.kv_disk.store import RecordStore
 
 CONTENT = memoryview(bytes(range(250)) * 20)
@@ -104,6 +104,18 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_looked_at_is_named(tmp_path, capsys):
     assert "File name too long" in run(tmp_path / ("x" * 300), capsys, "ls", status=1)
+
+
+def test_only_a_folder_of_prefixes_is_to_be_closed_to_others(tmp_path, capsys):
+    folder = tmp_path / "etc"
+    folder.mkdir(mode=0o755)
+    wanted = f"{folder} is open to others"
+    assert f"{wanted}; name another with --kv-disk-dir, or run chmod 700 on it." in run(folder, capsys, "ls", status=1)
+    (folder / "passwd").touch()
+    words = f"{wanted} and has files that are no prefixes; name another with --kv-disk-dir."
+    assert words in run(folder, capsys, "ls", status=1)
+    (folder / f"a{SUFFIX}").touch()
+    assert "or run chmod 700 on it." in run(folder, capsys, "ls", status=1)
 
 
 @pytest.mark.parametrize("words", [("ls",), ("stats",), ("purge",), ("purge", "--model", "a")])
