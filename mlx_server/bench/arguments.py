@@ -51,11 +51,13 @@ def byte_size(text: str) -> int:
 
 
 def server_url(text: str) -> str:
-    """A server's URL, with `/v1` or without. Returns it without."""
-    url = text.rstrip("/").removesuffix("/v1")
-    with contextlib.suppress(ValueError):  # of a port that is none, or half an IPv6 address
+    """A server's URL, with `/v1` or without. Returns it without, and without spaces and line breaks around it."""
+    url = text.strip().rstrip("/").removesuffix("/v1")
+    with contextlib.suppress(ValueError):  # of a port that is none, half an IPv6 address, or a part of a name too long
         parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+        is_one_word = url.isprintable() and " " not in url
+        if is_one_word and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            parts.hostname.encode("idna")
             return url
     raise argparse.ArgumentTypeError(f"{text} is not a URL; write one like http://127.0.0.1:8000")
 

@@ -49,7 +49,7 @@ class RemoteServer:
             self.url = server_url(url if "://" in url else f"http://{url}")
         except argparse.ArgumentTypeError as error:
             raise RemoteError(f"{error}.") from error
-        key = os.environ.get(KEY_VARIABLE, "")
+        key = os.environ.get(KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise RemoteError(f"{KEY_VARIABLE} is not a key: it has characters other than printable ASCII.")
         headers = {"authorization": f"Bearer {key}"} if key else {}

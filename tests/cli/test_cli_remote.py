@@ -196,7 +196,7 @@ def test_a_conversation_without_a_server_ends_before_the_first_question(monkeypa
 
 
 def test_the_key_comes_from_the_environment(server, monkeypatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    monkeypatch.setenv(KEY_VARIABLE, "secret\r\n")
     typed(monkeypatch)
     assert main(["chat", "--url", f"{server.url}/v1/", "hi"]) == 0
     assert server.keys == ["Bearer secret"]
@@ -215,10 +215,22 @@ def test_no_server_is_one_line_that_says_what_to_do(monkeypatch, capsys) -> None
     assert "No server answers at http://127.0.0.1:9; start one with `mlx-serve serve`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "", "host:port", "http://[::1"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "http://", "", "host:port", "http://[::1", "http://a b", "http://.", f"http://{'a' * 64}"]
+)
 def test_a_nonsensical_address_is_an_error_too(url) -> None:
     with pytest.raises(RemoteError, match=r"is not a URL; write one like http://127\.0\.0\.1:8000\.$"):
         RemoteServer(url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9\r\n", " http://127.0.0.1:9/v1 ", "http://127.0.0.1:9\n"])
+def test_space_around_an_address_does_not_count(url) -> None:
+    assert RemoteServer(url).url == "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("url", ["http://モデル.local:9", "http://my_mac.local", "https://[fe80::1%en0]:9/a"])
+def test_names_and_addresses_of_any_kind_are_addresses(url) -> None:
+    assert RemoteServer(url).url == url
 
 
 def test_an_empty_variable_names_no_server(monkeypatch, capsys) -> None:
