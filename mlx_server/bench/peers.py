@@ -2,8 +2,8 @@
 
 The command begins with that, for all of them without --peers. Each is installed once under ~/.cache/mlx-serve/peers (or
 MLX_SERVE_HOME), from PyPI's wheels (llama.cpp from its sources), and tried; a server that cannot be installed is
-reported with the reason. Then `mlx-serve bench compare` measures all of
-them in turns. The default endpoint is chat, because not all of them complete plain text.
+reported with the reason. Then `mlx-serve bench compare` measures all of them in turns. The default endpoint is chat,
+because not all of them complete plain text.
 
 --model takes random:mini (the default), random:qwen3-0.6b, smollm2-packed (4 bits), smollm2-float32, or a folder.
 llama.cpp is compared with the two smollm2 models.
