@@ -105,7 +105,7 @@ def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
 
 def write_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[str], Mapping[str, mx.array]]) -> None:
     """Writes the tensors that `read` returns for each name in `sizes`, in files of about 1 GiB by these sizes, and the
-    index that mlx-lm reads if there are several files. Needs memory for one file at a time."""
+    index that mlx-lm reads if there are several files. Needs memory for one file at a time. Raises `OSError`."""
     parts: list[list[str]] = [[]]
     held = 0
     for name, num_bytes in sizes.items():
@@ -118,7 +118,12 @@ def write_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[str], 
     for rank, part in enumerate(parts, 1):
         file_name = f"model-{rank:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
         weights = {tensor: array for name in part for tensor, array in read(name).items()}
-        mx.save_safetensors(str(folder / file_name), weights, metadata={"format": "mlx"})
+        mx.eval(weights)  # here, so that what fails below is the disk
+        try:
+            mx.save_safetensors(str(folder / file_name), weights, metadata={"format": "mlx"})
+        except RuntimeError as error:  # MLX does not say why a file cannot be written
+            is_full = shutil.disk_usage(folder).free < sum(array.nbytes for array in weights.values())
+            raise OSError(*(errno.ENOSPC, os.strerror(errno.ENOSPC)) if is_full else (str(error),)) from error
         index.update(dict.fromkeys(weights, file_name))
         weights.clear()  # before the next file's are read
     if len(parts) > 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from gguf import GGUFReader
 
 from mlx_server import LLM
 from mlx_server.engine.models.facts import read_facts
-from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.errors import DownloadError, InsufficientStorageError, ModelLoadError
 from mlx_server.runtime.models import made_folders, resolve
 from mlx_server.runtime.models.gguf import conversion
 from mlx_server.runtime.models.gguf.tokenizer import build_tokenizer, special_ids
@@ -39,6 +41,28 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = with_kernels(tmp_path / "home")
     monkeypatch.setenv("MLX_SERVE_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def short_files() -> Iterator[None]:
+    """No file may be longer than the smallest weights are, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_free", [0, 2**40])
+def test_weights_that_cannot_be_written_are_no_fault_of_the_file(
+    num_free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(made_folders, "check_space", lambda *_: None)  # the disk fills up after that
+    monkeypatch.setattr(made_folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=num_free))
+    request.getfixturevalue("short_files")
+    kind, reason = (DownloadError, "Unable to write") if num_free else (InsufficientStorageError, "No space left")
+    with pytest.raises(kind, match=rf"Cannot keep .*tiny\.gguf in .*{reason}.* Make room .*MLX_SERVE_HOME"):
+        resolve_model(str(tmp_path / "tiny.gguf"))
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *CODES_KEPT, *REQUANTISED], ids=lambda kind: kind.name)
