@@ -41,7 +41,7 @@ class Files:
         make_cache_folder(folder, mode=0o700)
         stat = folder.stat()
         if stat.st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user")
+            raise PermissionError(f"{folder} belongs to another user; name another with --kv-disk-dir")
         if stat.st_mode & 0o077:
             names = os.listdir(folder)
             is_for_prefixes = not names or any(name.endswith(SUFFIX) for name in names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_folder_that_cannot_be_looked_at_is_named(tmp_path, capsys):
     assert "File name too long" in run(tmp_path / ("x" * 300), capsys, "ls", status=1)
 
 
-def test_only_a_folder_of_prefixes_is_to_be_closed_to_others(tmp_path, capsys):
+def test_only_a_folder_of_prefixes_is_to_be_closed_to_others(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "etc"
     folder.mkdir(mode=0o755)
     wanted = f"{folder} is open to others"
@@ -116,6 +117,8 @@ def test_only_a_folder_of_prefixes_is_to_be_closed_to_others(tmp_path, capsys):
     assert words in run(folder, capsys, "ls", status=1)
     (folder / f"a{SUFFIX}").touch()
     assert "or run chmod 700 on it." in run(folder, capsys, "ls", status=1)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert f"{folder} belongs to another user; name another with --kv-disk-dir." in run(folder, capsys, "ls", status=1)
 
 
 @pytest.mark.parametrize("words", [("ls",), ("stats",), ("purge",), ("purge", "--model", "a")])
