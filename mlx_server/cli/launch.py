@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from mlx_server.cli.remote import KEY_VARIABLE, RemoteServer, add_remote_flags
+from mlx_server.cli.remote import RemoteServer, add_remote_flags
 from mlx_server.clients import LOCAL_HOSTS
 from mlx_server.errors import ServeError, did_you_mean
 
@@ -82,9 +82,7 @@ def _target(url: str, model: str | None) -> Target:
         hint = did_you_mean(chosen, cards) or "."
         raise ServeError(f"{server.url} lists no model {chosen}{hint} It has {', '.join(cards)}.")
     limit = cards[chosen].get("max_model_len")
-    return Target(
-        server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit if isinstance(limit, int) else None
-    )
+    return Target(server.url, chosen, server.key or _NO_KEY, limit if isinstance(limit, int) else None)
 
 
 def _warn_of_short_context(name: str, client: Client, target: Target) -> None:

@@ -38,7 +38,7 @@ def add_remote_flags(parser: argparse.ArgumentParser) -> None:
 
 class RemoteServer:
     """A server, at an address with or without `http://`. Every method raises `RemoteError`, and the constructor if the
-    address is none, or a variable of the environment cannot be used.
+    address is none, or a variable of the environment cannot be used. `key` is empty without one.
 
     `read` returns what a command needs of the JSON of an answer or event. It raises what Python does if that is not
     there, which means that this is no mlx-serve server.
@@ -49,7 +49,7 @@ class RemoteServer:
             self.url = server_url(url if "://" in url else f"http://{url}")
         except argparse.ArgumentTypeError as error:
             raise RemoteError(f"{error}.") from error
-        key = os.environ.get(KEY_VARIABLE, "").strip()
+        self.key = key = os.environ.get(KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise RemoteError(f"{KEY_VARIABLE} is not a key: it has characters other than printable ASCII.")
         headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -173,7 +173,7 @@ def test_opencode_gets_a_configuration_of_its_own(machine: Machine, monkeypatch:
 
 
 def test_aider_gets_options_and_what_the_model_is(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    monkeypatch.setenv(KEY_VARIABLE, "secret\n")
     _, seen = machine.launch("aider")
     arguments = seen["arguments"]
     assert arguments[arguments.index("--model") + 1] == "openai/first"
