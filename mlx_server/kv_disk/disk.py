@@ -98,7 +98,7 @@ class WriteBudget:
         try:
             (text,) = self._files.read(_BUDGET_NAME, [0], 4096)
             saved = json.loads(text)
-            left, at_s = saved["left"], saved["at_s"]
+            left, at_s = float(saved["left"]), float(saved["at_s"])
             if math.isfinite(left + at_s):
                 self._left, self._at_s = min(self._most, max(0.0, left)), min(self._at_s, at_s)
         except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

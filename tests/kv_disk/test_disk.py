@@ -177,8 +177,9 @@ def test_a_budget_fills_up_within_a_day_whatever_the_clock_does(tmp_path):
     budget.spend(400)
     budget.write(budget.state())
     assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_000
-    huge = f'{{"left": 1{"0" * 400}, "at_s": 0}}'
-    for broken in ("{", '{"left": NaN, "at_s": 0}', '{"left": 0, "at_s": -Infinity}', huge, "[" * 4096):
+    many = "1" + 400 * "0"
+    huge = [f'{{"left": {many}, "at_s": {at_s}}}' for at_s in ("0", f"-{many}")]
+    for broken in ("{", '{"left": NaN, "at_s": 0}', '{"left": 0, "at_s": -Infinity}', *huge, "[" * 4096):
         (tmp_path / "budget.json").write_text(broken)
         assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_400
     (tmp_path / "budget.json").write_text(f'{{"left": -1e30, "at_s": {now[0] - 3600}}}')
