@@ -306,7 +306,7 @@ def _not_json(error: Exception, name: str, line: int = 0) -> ServeError:
 def _text(file: str) -> str:
     try:
         if file == "-":
-            return read_stdin()
+            return read_stdin().removeprefix("\ufeff")
         return read_file(expanded(file), MAX_INPUT, "a file of prompts").decode("utf-8-sig")
     except OSError as error:
         raise ServeError(f"{file or 'A file without a name'} cannot be read: {error.strerror or error}.") from error

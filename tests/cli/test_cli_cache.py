@@ -154,6 +154,7 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         ('"a"\n{"prompt": NaN}', "Standard input, line 1: No server answers"),
         ('"a\u2028b\x85c"\n{"prompt": "b\u2029"}\r\n', "No server answers at http://127.0.0.1:9"),
         ('"a"', "No server answers at http://127.0.0.1:9"),
+        ('\ufeff"a"', "Standard input: No server answers"),
         ('{"messages": "a"}', "No server answers"),
     ],
 )
