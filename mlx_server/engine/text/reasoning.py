@@ -45,8 +45,8 @@ class ReasoningMarkers:
 
     def span(self, is_open: bool) -> ReasoningSpan:
         """Where the reasoning of an output is; `is_open`: the prompt has opened it."""
-        if self is HARMONY:  # messages of several kinds may precede the answer
-            return ReasoningSpan("", self.answer_start)
+        if self is HARMONY:  # messages of several kinds may precede the answer; text without a header is one
+            return ReasoningSpan("" if is_open else "<|", self.answer_start)
         return ReasoningSpan("" if is_open else self.start, self.end)
 
 

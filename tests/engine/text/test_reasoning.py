@@ -119,6 +119,8 @@ def test_a_dialect_has_the_model_s_own_calls_or_json_between_tags(caplog: pytest
             "<|channel|>analysis<|message|>Hm<|end|><|channel|>final<|message|>",
             "A",
         ),
+        (HARMONY.span(True), "Hm<|end|><|channel|>final<|message|>", "A"),
+        (HARMONY.span(False), "", "the rest of an answer that the client began"),
     ],
 )
 @given(st.lists(st.integers(min_value=1, max_value=9), min_size=1))
