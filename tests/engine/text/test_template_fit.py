@@ -245,7 +245,7 @@ def test_deepseek_v4_which_has_no_template_is_given_one(tmp_path: Path) -> None:
         assert prompt.text == wanted.format(messages, tools, options).text.replace("<s>", begin)
         assert prompt.opens_reasoning is (effort != "none" and messages[-1] is not ANSWERS)
     system = {"role": "system", "content": "Be brief"}
-    for chat in ([ASKS], [system], [ASKS, system], [ASKS, ANSWERS, system], [ASKS, ANSWERS]):  # whoever had the last word
+    for chat in ([ASKS], [system], [ASKS, system], [ASKS, ANSWERS, system], [ASKS, ANSWERS]):
         prompt = given.format(chat)
         assert prompt.opens_reasoning
         assert prompt.text.endswith("<｜Assistant｜><think>")

@@ -202,7 +202,8 @@ class ResponsesRequest(OneAnswerOfText):
             raise InvalidRequestError(f"tools has {len(tools)} functions; the most is {MAX_TOOLS}.", "tools")
         _check_names(tools)
         functions = [tool.as_function() for tool in tools]
-        use = tool_use(functions, self.tool_choice, self.parallel_tool_calls, _chosen_name, _CHOSEN)
+        choice = _without_hosted(self.tool_choice)
+        use = tool_use(functions, choice, self.parallel_tool_calls, _chosen_name, _CHOSEN)
         return replace(use, patterns=patterns, fields={tool.name: tool.schema_field for tool in tools})
 
     def client_tools(self) -> Iterator[ClientTool]:
@@ -211,11 +212,10 @@ class ResponsesRequest(OneAnswerOfText):
         given = self.tools or ()
         has_own = any(tool.get("type") in ("function", "custom", "namespace") for tool in given)
         for index, tool in enumerate(given):
-            where, kind = f"tools[{index}]", str(tool.get("type"))
-            hosted = next(filter(kind.startswith, _HOSTED), None)
+            where, hosted = f"tools[{index}]", _hosted_kind(tool)
             if has_own and hosted is not None:
                 _note_left_out(hosted)
-            elif kind != "namespace":
+            elif tool.get("type") != "namespace":
                 yield ClientTool.of(tool, "", where)
             else:
                 yield from _tools_of(tool, where)
@@ -223,6 +223,18 @@ class ResponsesRequest(OneAnswerOfText):
 
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "tool_search")
 """How the types of tools begin that run on OpenAI's servers, or find others there."""
+
+
+def _hosted_kind(tool: Any) -> str | None:
+    kind = str(tool.get("type")) if isinstance(tool, dict) else ""
+    return next(filter(kind.startswith, _HOSTED), None)
+
+
+def _without_hosted(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """A choice that allows tools, without those that are left out, if it allows others."""
+    allowed = choice.get("tools") if isinstance(choice, dict) else None
+    own = [tool for tool in allowed if _hosted_kind(tool) is None] if isinstance(allowed, list) else []
+    return {**choice, "tools": own} if isinstance(choice, dict) and own else choice
 
 
 @functools.cache

@@ -117,12 +117,15 @@ async def test_tools_of_openai_s_servers_are_left_out_beside_others(world: World
     await create(world, tools=[function("f")])
     body = await create(world, tools=[*hosted, function("f"), search])
     assert [tool["type"] for tool in body["tools"]] == ["web_search", "image_generation", "function", "tool_search"]
-    alone, beside = world.engine.requests
-    assert beside.prompt_token_ids == alone.prompt_token_ids
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}, hosted[0]]}
+    await create(world, tools=[*hosted, function("f")], tool_choice=allowed)
+    alone, beside, chosen = world.engine.requests
+    assert beside.prompt_token_ids == chosen.prompt_token_ids == alone.prompt_token_ids
     assert "web_search" in caplog.text
     for forced in (
         {"tools": hosted},
         {"tools": [*hosted, function("f")], "tool_choice": {"type": "web_search"}},
+        {"tools": [*hosted, function("f")], "tool_choice": {**allowed, "tools": hosted}},
         {"tools": [function("f"), {"type": "web"}]},
     ):
         assert (await post(world, **forced)).status_code == 400
