@@ -152,11 +152,15 @@ class ImageTurns:
 
     def _may_follow(self, request: Request) -> bool:
         """Whether the next image may be that of `request`, by the last one. The last one's own request may need another
-        again, because it was preempted meanwhile, or be parked for a prefix that takes long to compute."""
+        again, because it was preempted meanwhile, or be parked for a prefix that takes long to compute. A running one
+        that has aged past `request` has its image until its share of the tokens is enough to begin it."""
         if self._last is None or self._waiting.parked_at(last := self._last.job.request) is not None:
             return True
-        goes_on = last.status is RequestStatus.WAITING and request.status is RequestStatus.RUNNING
-        return request is last or goes_on or self._turn(request) < self._turn(last)
+        if request is last or (last.status is RequestStatus.WAITING and request.status is RequestStatus.RUNNING):
+            return True
+        has_aged = last.priority > request.priority and self._waiting.age(last) < self._waiting.age(request)
+        keeps = has_aged and last.status is RequestStatus.RUNNING and not self._last.has_begun
+        return not keeps and self._turn(request) < self._turn(last)
 
     def _choose(self, able: list[Request]) -> Request | None:
         """The request whose turn it is, or the most urgent one by age, if seven have gone before it."""

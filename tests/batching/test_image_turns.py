@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from typing import Any
 
@@ -181,6 +182,27 @@ def test_one_image_in_eight_is_of_a_request_that_has_aged_past_better_tiers(max_
             break
     assert "low" in before
     assert len(before) <= 8
+    world.finish()
+
+
+def test_a_running_prompt_that_has_aged_past_better_tiers_has_its_image_until_it_is_given_tokens_for_it() -> None:
+    """Its share of a step is too small at first. Images of better tiers went before it each time it was ready."""
+    world, rng = make_world(400, max_num_batched_tokens=256, max_num_seqs=8, aging_rate=0.1), random.Random(1)
+    low = make_request("low", 100, 2, images=(_image(10, 1),), arrival_s=0.0, priority=2)
+    world.add(low)
+    world.now, num_high, num_begun = 40.0, 0, 0
+    for _ in range(100):
+        while world.scheduler.num_running + world.scheduler.num_waiting < 13:
+            num_high += 1
+            images = (_image(10, 10 + num_high),) if rng.random() < 0.3 else ()
+            high = make_request(f"h{num_high}", 75, 1, images=images, arrival_s=world.now, priority=0)
+            world.add(high)
+        world.step()
+        num_begun += world.image is not None and world.image.request is low
+        if low.output_token_ids:
+            break
+    assert low.output_token_ids
+    assert num_begun <= 2
     world.finish()
 
 
