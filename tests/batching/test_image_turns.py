@@ -165,6 +165,25 @@ def test_an_image_that_is_begun_gives_way_to_one_of_a_better_tier(
     assert set(world.reasons.values()) == {FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_an_image_of_a_request_that_runs_by_its_age_does_not_give_way(is_promoted: bool) -> None:
+    world = make_world(100, max_num_batched_tokens=256, max_num_seqs=4, aging_rate=0.1)
+    low = make_request("low", 300, 2, images=(_image(10, 1), _image(100, 2)), arrival_s=0.0, priority=2)
+    world.add(low)
+    world.schedule()
+    world.step()
+    world.schedule()
+    low.is_promoted = is_promoted  # as `RequestTable.admit` has it where age gave it its seat
+    begun = world.image
+    assert begun is not None
+    assert begun.image.digest == low.images[1].digest
+    world.add(make_request("high", 200, 2, images=(_image(10, 3),), arrival_s=1.0, priority=0))
+    for _ in range(2):
+        world.schedule()
+    assert begun.is_wanted is is_promoted
+    world.finish()
+
+
 @pytest.mark.parametrize("max_tokens", [256, 60], ids=["a step for an image", "two steps"])
 def test_one_image_in_eight_is_of_a_request_that_has_aged_past_better_tiers(max_tokens: int) -> None:
     world = make_world(400, max_num_batched_tokens=max_tokens, max_num_seqs=16, aging_rate=0.1)
