@@ -256,8 +256,9 @@ class MLXThread:
             while True:
                 if self.device.is_oldest_over:
                     return self.device.settle_oldest
-                model = self._models.next(lambda model: any(worker.has_work for worker in model))
-                if model is not None and (worker := model.next(lambda worker: worker.has_work)) is not None:
+                ready = [worker for worker in self._model_of if worker.has_work]
+                model = self._models.next([self._model_of[worker] for worker in ready].__contains__)
+                if model is not None and (worker := model.next(ready.__contains__)) is not None:
                     return worker.advance
                 if self._is_stopping and self.device.is_empty:
                     return None
